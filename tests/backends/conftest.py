@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +33,15 @@ def device() -> Iterator[None]:
             patch.setattr(TorchBackend, "load", _placed(
                 TorchBackend.load, lambda given: _on_device(given or TorchOptions())))
         yield
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
+    """Family of a small torch model -> (model, folder), made when asked for."""
+    from tests.kit.tiny_torch import reference, save
+
+    return cache(lambda family: (model := reference(family), save(
+        model, tmp_path_factory.mktemp("hf") / family)))
 
 
 def _on_device(options: Any) -> Any:

@@ -15,10 +15,10 @@ from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.heads import BLOCKS, BlockShape, CompletedHead
 from pipeinfer.models.shard import extract_shard
 from pipeinfer.strategies.proposers.dflash import BlockDraft
-from tests.backends.test_heads import job
 from tests.kit.block_files import BLOCK, write_block_draft
 from tests.kit.block_server import COUNT, PROMPT, rounds_of
-from tests.kit.cut_check import load
+from tests.kit.drafting import job
+from tests.kit.llama import load
 from tests.kit.random_model import RandomSpec, write_random_model
 from tests.kit.sample import full
 
@@ -90,7 +90,7 @@ def test_drafted_tokens_are_those_of_the_server(kind, arch, keys, tmp_path):
     assert len(rounds) >= 20
     for one in rounds:
         assert (text[-1], len(text) - 1) == (one.token, one.position)
-        found = stages.draft.propose(job(0, text, BLOCK), lambda: False)
+        found = stages.draft.propose(job(text, depth=BLOCK), lambda: False)
         logits, _ = backend.block(0, one.position, one.token)
         assert len(found) == len(one.tokens) == BLOCK - shape.first
         for mine, theirs, row in zip(found, one.tokens, logits, strict=True):
@@ -115,7 +115,7 @@ def test_the_path_through_a_lattice_is_as_long_as_the_servers(tmp_path):
         while len(text) - 1 < one.position:
             text.append(stages.step(text[-1:], len(text) - 1))
         assert text[-1] == one.token
-        found = stages.draft.propose(job(0, text, BLOCK), lambda: False)
+        found = stages.draft.propose(job(text, depth=BLOCK), lambda: False)
         length = next((k for k, it in enumerate(found) if it.confidence < least), len(found))
         room = len(PROMPT) + COUNT - one.position - 2
         assert one.count == min(length, room)
@@ -132,18 +132,18 @@ def test_rejected_blocks_and_other_lanes_change_no_proposal(kind, tmp_path):
     texts = rng.integers(0, 300, (2, 201)).tolist()
     plain = BlockDraft(opened(whole, shape), target.n_vocab)
     plain.feed(FeedDraft(0, 0, rows[0]))
-    expected = plain.propose(job(0, texts[0], BLOCK), lambda: False)
+    expected = plain.propose(job(texts[0], depth=BLOCK), lambda: False)
     draft = BlockDraft(opened(whole, shape, n_ctx=256), target.n_vocab, lanes=2)
     for at in range(0, 200, 40):
         for lane in (1, 0) if at < 80 else (0,):
             draft.feed(FeedDraft(lane, at, rows[lane][at : at + 40]))
             path = texts[lane][: at + 41]
-            assert draft.propose(job(lane, path, BLOCK), lambda: True) is None
-            draft.propose(job(lane, path, BLOCK), lambda: False)
-    found = draft.propose(job(0, texts[0], BLOCK), lambda: False)
+            assert draft.propose(job(path, lane=lane, depth=BLOCK), lambda: True) is None
+            draft.propose(job(path, lane=lane, depth=BLOCK), lambda: False)
+    found = draft.propose(job(texts[0], depth=BLOCK), lambda: False)
     assert [one.token for one in found] == [one.token for one in expected]
     np.testing.assert_allclose([one.confidence for one in found],
                                [one.confidence for one in expected], rtol=0.05)
-    assert draft.propose(job(1, texts[1][:81], BLOCK), lambda: False) == ()  # made place
+    assert draft.propose(job(texts[1][:81], lane=1, depth=BLOCK), lambda: False) == ()  # made place
     for one in (plain, draft):
         one.close()

@@ -11,18 +11,17 @@ import pytest
 from pipeinfer.backends.composed import ChainBackend
 from pipeinfer.backends.exact_width import exact_width
 from pipeinfer.backends.llamacpp import context, eval_callback
-from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import ALL_SEQS, END, Rows, make_rows
-from pipeinfer.errors import BackendError, ModelError, PlanError
+from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.llama import binding
 from pipeinfer.llama.library import has_gpu
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import extract_shard
 from tests.backends.conftest import GPU_LAYERS
-from tests.kit import cut_check
-from tests.kit.checked import CheckedLlama, check_rows
+from tests.kit.llama import load
 from tests.kit.random_model import RandomSpec, tiny, write_random_model
+from tests.kit.rows import chain
 from tests.kit.toy import ToyBackend, ToySpec, draft_of
 
 N_LAYERS = 4
@@ -64,10 +63,8 @@ def make(request, tiny_model, shard_cache, monkeypatch):
 
     def llama(start, stop, n_ctx, n_seq_max, n_batch):
         path = extract_shard(ModelFile(tiny_model), start, stop, cache_dir=shard_cache)
-        return CheckedLlama.load(
-            path, layers=(start, stop), n_layers_total=N_LAYERS, first=start == 0,
-            last=stop == N_LAYERS, n_ctx=n_ctx, n_seq_max=n_seq_max, n_batch=n_batch,
-            n_threads=1)
+        return load(path, (start, stop), N_LAYERS, n_ctx=n_ctx, n_seq_max=n_seq_max,
+                    n_batch=n_batch)
 
     def factory(start=0, stop=N_LAYERS, n_ctx=256, n_seq_max=8, n_batch=32):
         sizes = (n_ctx, n_seq_max, n_batch)
@@ -92,10 +89,6 @@ def make(request, tiny_model, shard_cache, monkeypatch):
     yield factory
     for backend in made:
         backend.close()
-
-
-def chain(tokens, first=0, ids=(0,), outputs=True):
-    return make_rows([(t, first + i, ids, outputs) for i, t in enumerate(tokens)])
 
 
 def test_info_says_what_was_loaded(make):
@@ -351,22 +344,6 @@ def test_two_backends_work_in_two_threads(make):
     assert not wrong
 
 
-def test_toy_taint_reaches_wanted_logits_through_stages():
-    first, last = ToyBackend.load(None, 0, 2), ToyBackend.load(None, 2, 4)
-    for backend in (first, last):
-        if backend is first:
-            hidden = backend.decode(chain([1, 2]))
-        else:
-            backend.decode(chain([1, 2]), hidden)
-    first.taint(chain([3], 2))  # skipped on the first stage only
-    last.decode(chain([3], 2), np.zeros((1, 16), np.float32))
-    hidden = first.decode(chain([4], 3))
-    assert np.isnan(hidden).all()
-    with pytest.raises(BackendError, match="tainted"):
-        last.decode(chain([4], 3), hidden)
-    assert last.decode(chain([4], 3, outputs=False), hidden).shape == (0, 64)
-
-
 def test_toy_draft_agrees_at_about_the_given_rate():
     spec = ToySpec(n_layers=2)
     target, draft = ToyBackend.load(spec), ToyBackend.load(draft_of(spec, 0.7))
@@ -379,16 +356,6 @@ def test_toy_draft_agrees_at_about_the_given_rate():
     assert 0.6 < agreed / 400 < 0.8
 
 
-def test_toy_log_and_impossible_ranges():
-    backend = ToyBackend.load(log=True)
-    backend.decode(chain([1, 2]))
-    backend.seq_rm(0, 1, END)
-    assert backend.log == [("decode", [1, 2], [0, 1], ((0,), (0,)), "done"),
-                           ("seq_rm", 0, 1, END)]
-    with pytest.raises(PlanError):
-        ToyBackend.load(None, 3, 9)
-
-
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
@@ -396,16 +363,14 @@ def test_toy_log_and_impossible_ranges():
         ({"n_ctx": 2**30 - 1}, BackendError, "cells"),
         ({"n_seq_max": 256}, BackendError, "must be from 1 to 255"),
         ({"n_threads": 0}, BackendError, "threads"),
-        ({"options": LlamaOptions(type_k="f8")}, BackendError, "f8"),
-        ({"options": LlamaOptions(flash_attn="off", type_v="q8_0")}, BackendError, "V cache"),
+        ({"type_k": "f8"}, BackendError, "f8"),
+        ({"flash_attn": "off", "type_v": "q8_0"}, BackendError, "V cache"),
         ({"layers": (0, 3)}, ModelError, "4 layers"),
     ],
 )
 def test_llama_load_errors_are_one_line(tiny_model, change, error, text):
-    kwargs = {"layers": (0, 4), "n_layers_total": 4, "first": True, "last": True, "n_ctx": 256,
-              "n_seq_max": 4, "n_batch": 32, "n_threads": 1} | change
     with pytest.raises(error, match=text) as caught:
-        LlamaCppBackend.load(tiny_model, **kwargs)
+        load(tiny_model, **{"layers": (0, 4), "total": 4} | change)
     assert "\n" not in str(caught.value)
 
 
@@ -414,8 +379,7 @@ def test_llama_refuses_a_truncated_file(tiny_model, tmp_path, keep):
     path = tmp_path / "cut.gguf"
     path.write_bytes(tiny_model.read_bytes()[:keep])
     with pytest.raises(ModelError, match=r"cut\.gguf"):
-        LlamaCppBackend.load(path, layers=(0, 4), n_layers_total=4, first=True, last=True,
-                             n_ctx=256, n_seq_max=4, n_batch=32, n_threads=1)
+        load(path, (0, 4))
 
 
 @pytest.mark.parametrize("supports", [False, True])
@@ -456,21 +420,11 @@ def test_auto_options_take_the_cache_that_is_exact(monkeypatch):
     assert options.resolved(64).exact_limit(1 << 17, 64) > 16
 
 
-def test_rows_that_llama_does_not_check():
-    check_rows(make_rows([(1, 0, (0, 1), True), (2, 1, (0,), True), (3, 1, (1,), True)]), 2)
-    with pytest.raises(BackendError, match="did not share the cell"):
-        check_rows(make_rows([(1, 0, (0,), True), (2, 1, (0, 1), True)]), 2)
-    with pytest.raises(BackendError, match="second row"):
-        check_rows(make_rows([(1, 0, (0,), True), (2, 0, (0,), True)]), 2)
-
-
 @pytest.mark.parametrize(("name", "layers", "elements"), [
     ("qwen35", 3, 2 * 2 * 64), ("nemotron_h", 2, 2 * 2 * 64), ("deepseek2", 4, 128)])
-def test_only_layers_with_attention_count_in_the_cache(name, layers, elements, tmp_path):
+def test_only_layers_with_attention_count_in_the_cache(name, layers, elements, llama, tmp_path):
     """The first of a hybrid may have a state; latent attention stores no values."""
-    model = ModelFile(write_random_model(tmp_path / "m.gguf", tiny(name)))
-    whole = cut_check.load(model.path, (0, model.n_layers), model.n_layers)
+    whole = llama(write_random_model(tmp_path / "m.gguf", tiny(name)))
     # f16 on devices; q8_0 on processors: 34 bytes for 32 elements
     bytes_of_a_cell = elements * 2 if GPU_LAYERS else elements * 34 // 32
     assert whole.info.cache_bytes == layers * bytes_of_a_cell * whole.info.n_ctx
-    whole.close()

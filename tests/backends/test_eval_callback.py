@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from pipeinfer.backends.llamacpp import eval_callback
-from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.core.types import make_rows
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import extract_shard
@@ -23,62 +22,60 @@ def shard(tmp_path_factory):
     return extract_shard(ModelFile(path), 0, N_LAYERS, cache_dir=folder)
 
 
-def load(path, monkeypatch, *, compiled, layers=N_LAYERS, total=N_LAYERS + 1):
-    """The backend, and the calls that reach Python: (name, ask)."""
-    calls = []
-    if not compiled:
-        monkeypatch.setattr(eval_callback, "compiled_filter", lambda: None)
-    elif eval_callback.compiled_filter() is None:
-        pytest.skip("layer_filter.c was not compiled here")
-    original = eval_callback.EvalCallback._call
+@pytest.fixture
+def load(llama, monkeypatch):
+    """A function that loads a shard, and lists the calls that reach Python: (name, ask)."""
+    def loaded(path, *, compiled, layers=N_LAYERS):
+        calls = []
+        if not compiled:
+            monkeypatch.setattr(eval_callback, "compiled_filter", lambda: None)
+        elif eval_callback.compiled_filter() is None:
+            pytest.skip("layer_filter.c was not compiled here")
+        original = eval_callback.EvalCallback._call
 
-    def call(self, tensor, ask, data):
-        calls.append((eval_callback.binding.ggml_get_name(tensor), ask))
-        return original(self, tensor, ask, data)
+        def call(self, tensor, ask, data):
+            calls.append((eval_callback.binding.ggml_get_name(tensor), ask))
+            return original(self, tensor, ask, data)
 
-    monkeypatch.setattr(eval_callback.EvalCallback, "_call", call)
-    backend = LlamaCppBackend.load(
-        path, layers=(0, layers), n_layers_total=total, first=True, last=False, n_ctx=256,
-        n_seq_max=1, n_batch=8, n_threads=1)
-    calls.clear()  # of warming up
-    return backend, calls
+        monkeypatch.setattr(eval_callback.EvalCallback, "_call", call)
+        backend = llama(path, (0, layers), layers + 1, n_ctx=256)
+        calls.clear()  # of warming up
+        return backend, calls
+
+    return loaded
 
 
-def test_in_c_only_outputs_of_layers_reach_python(shard, monkeypatch):
-    backend, calls = load(shard, monkeypatch, compiled=True)
+def test_in_c_only_outputs_of_layers_reach_python(shard, load):
+    backend, calls = load(shard, compiled=True)
     backend.decode(ROWS)
     assert calls == [(b"l_out-2", False)]
     calls.clear()
     backend.decode(make_rows([(7, 2, (0,), True)]), should_stop=lambda: False)
     assert calls == [(b"l_out-%d" % layer, False) for layer in range(N_LAYERS)]
-    backend.close()
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_a_deep_model_is_not_cut_at_every_layer(tmp_path, monkeypatch, compiled):
+def test_a_deep_model_is_not_cut_at_every_layer(tmp_path, load, compiled):
     path = write_random_model(tmp_path / "deep.gguf", RandomSpec(n_layer=20, qtype="Q8_0"))
     deep = extract_shard(ModelFile(path), 0, 19, cache_dir=tmp_path)
-    backend, calls = load(deep, monkeypatch, compiled=compiled, layers=19, total=20)
+    backend, calls = load(deep, compiled=compiled, layers=19)
     backend.decode(ROWS, should_stop=lambda: False)
     told = [name for name, ask in calls if not ask]
     assert told == [b"l_out-%d" % layer for layer in (*range(1, 19, 2), 18)]
-    backend.close()
 
 
-def test_without_c_python_is_asked_for_every_node(shard, monkeypatch):
-    backend, calls = load(shard, monkeypatch, compiled=False)
+def test_without_c_python_is_asked_for_every_node(shard, load):
+    backend, calls = load(shard, compiled=False)
     backend.decode(ROWS)
     assert len(calls) > 10 * N_LAYERS
     assert [name for name, ask in calls if not ask] == [b"l_out-2"]
-    backend.close()
 
 
-def test_both_give_the_same_hidden_rows(shard, monkeypatch):
+def test_both_give_the_same_hidden_rows(shard, load):
     found = []
     for compiled in (True, False):
-        backend, _ = load(shard, monkeypatch, compiled=compiled)
+        backend, _ = load(shard, compiled=compiled)
         found.append(backend.decode(ROWS))
-        backend.close()
     assert np.array_equal(*found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from contextlib import closing
 
@@ -10,7 +11,7 @@ import pytest
 
 from pipeinfer.backends.exact_width import exact_width
 from pipeinfer.backends.llamacpp import eval_callback, excerpt
-from pipeinfer.backends.llamacpp.backend import LlamaCppBackend, LlamaOptions
+from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.llamacpp.eval_callback import EvalCallback
 from pipeinfer.backends.llamacpp.excerpt import (
     InnerBackend,
@@ -32,13 +33,9 @@ from tests.kit.sample import full
 NAMES = ("llama", "qwen2", "qwen3", *RECIPES, *STATEFUL)
 
 
-def load(path, layers=None, total=None, n_ctx=1024, **options):
-    model = ModelFile(path)
-    start, stop = layers or (0, model.n_layers)
-    total = total or model.n_layers
-    return LlamaCppBackend.load(
-        path, layers=(start, stop), n_layers_total=total, first=start == 0, last=stop == total,
-        n_ctx=n_ctx, n_seq_max=3, n_batch=64, n_threads=2, options=LlamaOptions(**options))
+@pytest.fixture
+def load(llama):
+    return functools.partial(llama, kind=LlamaCppBackend, n_ctx=1024, n_threads=2)
 
 
 def spec_of(name, **changes):
@@ -61,31 +58,31 @@ SAMPLED = (("llama", "Q8_0"), ("llama", "Q4_K_M"), ("gemma3", "F16"), ("gpt-oss"
 
 @pytest.mark.parametrize(("name", "qtype"), [case if case in SAMPLED else full(*case)
                                              for case in CASES])
-def test_the_excerpt_gives_the_width_of_the_whole(name, qtype, tmp_path):
+def test_the_excerpt_gives_the_width_of_the_whole(load, name, qtype, tmp_path):
     path = write_random_model(tmp_path / "m.gguf", spec_of(name, qtype=qtype))
-    with closing(load(path)) as backend:
-        found, whole = width_of(path, backend), exact_width(backend)
+    backend = load(path)
+    found, whole = width_of(path, backend), exact_width(backend)
     print(f"{name} {qtype}: {found} of the excerpt, {whole} of the whole")
     assert 1 <= found <= whole
 
 
-def test_products_with_the_same_name_are_told_apart(tmp_path):
+def test_products_with_the_same_name_are_told_apart(load, tmp_path):
     """Both products that make the queries of a deepseek2 are called alike."""
     path = write_random_model(tmp_path / "m.gguf", spec_of("deepseek2", qtype="Q8_0"))
-    with closing(load(path)) as backend:
-        if "q8_0" not in short_runs.used():
-            pytest.skip("without the kernels R may be 1")
-        assert width_of(path, backend) > 1
+    backend = load(path)
+    if "q8_0" not in short_runs.used():
+        pytest.skip("without the kernels R may be 1")
+    assert width_of(path, backend) > 1
 
 
 @pytest.mark.parametrize("place", ["first", "middle", "last"])
-def test_the_excerpt_of_a_shard(place, tmp_path):
+def test_the_excerpt_of_a_shard(load, place, tmp_path):
     model = ModelFile(write_random_model(tmp_path / "m.gguf", RandomSpec(
         n_layer=6, n_embd=256, n_ff=512, qtype="Q4_K_M")))
     start, stop = {"first": (0, 2), "middle": (2, 4), "last": (4, 6)}[place]
     path = extract_shard(model, start, stop, cache_dir=tmp_path)
-    with closing(load(path, (start, stop), 6)) as backend:
-        assert 1 <= width_of(path, backend) <= exact_width(backend)
+    backend = load(path, (start, stop), 6)
+    assert 1 <= width_of(path, backend) <= exact_width(backend)
 
 
 def plant(monkeypatch, differs):
@@ -114,13 +111,13 @@ def is_head(backend):
     (lambda backend, position, rows: is_head(backend) and rows > 3, 3),
     (lambda backend, position, rows: backend.info.layers[1] == 1 and rows > 8, 8),
 ], ids=["one width", "a block of four", "beyond 512 cells", "the output matrix", "a layer"])
-def test_a_kernel_that_differs_is_found(differs, expected, monkeypatch, tmp_path):
+def test_a_kernel_that_differs_is_found(load, differs, expected, monkeypatch, tmp_path):
     path = write_random_model(tmp_path / "m.gguf", RandomSpec(
         n_embd=256, n_ff=512, qtype="Q8_0", n_layer=4))
-    with closing(load(path)) as backend:
-        assert width_of(path, backend) > max(8, expected)
-        plant(monkeypatch, differs)
-        assert width_of(path, backend) == expected
+    backend = load(path)
+    assert width_of(path, backend) > max(8, expected)
+    plant(monkeypatch, differs)
+    assert width_of(path, backend) == expected
 
 
 def nudge(tensor):
@@ -132,7 +129,7 @@ def nudge(tensor):
         binding.ggml_backend_tensor_set(tensor, values.ctypes.data, 0, values.nbytes)
 
 
-def test_a_difference_that_quantisation_hides_is_found(monkeypatch, tmp_path):
+def test_a_difference_that_quantisation_hides_is_found(load, monkeypatch, tmp_path):
     """Attention of six rows differs by one bit; the product behind it quantises its input."""
     def plant_in(callback):
         call = callback._call
@@ -148,27 +145,27 @@ def test_a_difference_that_quantisation_hides_is_found(monkeypatch, tmp_path):
 
     path = write_random_model(tmp_path / "m.gguf", RandomSpec(n_embd=256, n_ff=512, qtype="Q8_0"))
     monkeypatch.setattr(eval_callback, "compiled_filter", lambda: None)
-    with closing(load(path)) as backend:
-        for callback in (EvalCallback, InnerCallback):
-            plant_in(callback)
-        with closing(excerpt_of(backend, 1, LlamaCppBackend)) as layers:
-            assert exact_width(layers) > 5
-        assert width_of(path, backend) == 5
+    backend = load(path)
+    for callback in (EvalCallback, InnerCallback):
+        plant_in(callback)
+    with closing(excerpt_of(backend, 1, LlamaCppBackend)) as layers:
+        assert exact_width(layers) > 5
+    assert width_of(path, backend) == 5
 
 
-def test_a_context_is_filled_without_the_last_feed_forward(tmp_path):
+def test_a_context_is_filled_without_the_last_feed_forward(load, tmp_path):
     """Rows behind such a context equal those behind one that was computed whole."""
     path = write_random_model(tmp_path / "m.gguf", RandomSpec(n_embd=256, n_ff=512, n_layer=3))
     rows = make_rows([(5 + i, i, (0,), False) for i in range(20)])
     more = make_rows([(50, 20, (0,), True)])
     found = []
-    with closing(load(path)) as backend:
-        for kind in (InnerBackend, LlamaCppBackend):
-            with closing(excerpt_of(backend, 2, kind)) as layers:
-                layers.decode(rows)
-                assert layers.seq_bounds(0) == (0, 19)
-                found.append(layers.decode(more)[0, :256])
-                assert layers.seq_bounds(0) == (0, 20)
+    backend = load(path)
+    for kind in (InnerBackend, LlamaCppBackend):
+        with closing(excerpt_of(backend, 2, kind)) as layers:
+            layers.decode(rows)
+            assert layers.seq_bounds(0) == (0, 19)
+            found.append(layers.decode(more)[0, :256])
+            assert layers.seq_bounds(0) == (0, 20)
     assert found[0].tobytes() == found[1].tobytes()
 
 
@@ -199,27 +196,27 @@ def test_as_many_layers_as_show_every_kind(tmp_path):
     assert whole(model).n_layers == 4  # the fourth has attention
 
 
-def test_times_come_from_layers_that_caches_cannot_hold(monkeypatch):
+def test_times_come_from_layers_that_caches_cannot_hold(load, monkeypatch):
     path = EMBEDDED / "target.gguf"
     model = ModelFile(path)
     layer = model.layer_bytes[0]
     monkeypatch.setattr(excerpt, "last_level_cache", lambda: layer // 2)
     assert excerpt.layers_to_time(model.layer_reads) == 2
-    with closing(load(path)) as backend:
-        with LoadedExcerpt.opened(path, backend) as found:
-            assert found.timed.info.layers == (0, 2)
-            assert len(found.curve()) == 6
-        monkeypatch.setattr(excerpt, "last_level_cache", lambda: model.nbytes)
-        with LoadedExcerpt.opened(path, backend) as found:
-            assert found.timed is backend
-        assert backend.decode is not None
+    backend = load(path)
+    with LoadedExcerpt.opened(path, backend) as found:
+        assert found.timed.info.layers == (0, 2)
+        assert len(found.curve()) == 6
+    monkeypatch.setattr(excerpt, "last_level_cache", lambda: model.nbytes)
+    with LoadedExcerpt.opened(path, backend) as found:
+        assert found.timed is backend
+    assert backend.decode is not None
 
 
-def test_the_backend_decodes_as_before_after_its_excerpt_was_measured():
+def test_the_backend_decodes_as_before_after_its_excerpt_was_measured(load):
     path = EMBEDDED / "target.gguf"
     rows = make_rows([(5, 0, (0,), True), (6, 1, (0,), True)])
-    with closing(load(path)) as backend:
-        before = backend.decode(rows).tobytes()
-        backend.seq_rm(0, 0, 1 << 20)
-        width_of(path, backend)
-        assert backend.decode(rows).tobytes() == before
+    backend = load(path)
+    before = backend.decode(rows).tobytes()
+    backend.seq_rm(0, 0, 1 << 20)
+    width_of(path, backend)
+    assert backend.decode(rows).tobytes() == before

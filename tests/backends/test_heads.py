@@ -10,17 +10,19 @@ from msgspec import structs
 
 from pipeinfer.backends.base import tap
 from pipeinfer.backends.composed import ChainBackend
-from pipeinfer.backends.llamacpp.backend import LlamaCppBackend, LlamaOptions
+from pipeinfer.backends.llamacpp.backend import LlamaOptions
 from pipeinfer.backends.llamacpp.head import LlamaHead
 from pipeinfer.backends.llamacpp.taps import refusal
-from pipeinfer.core.drafting import FeedDraft, StartDraft
-from pipeinfer.core.types import SamplingParams, make_rows
+from pipeinfer.core.drafting import FeedDraft
+from pipeinfer.core.types import make_rows
 from pipeinfer.errors import BackendError, ModelError
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.heads import HeadSource, SmallVocabulary, complete, has_head, head_of
 from pipeinfer.models.shard import extract_shard
 from pipeinfer.strategies.proposers.target_head import TargetHead
 from tests.kit.clockwork import write_clockwork, write_eagle
+from tests.kit.drafting import job
+from tests.kit.llama import load
 from tests.kit.llama_head import LlamaEagle
 from tests.kit.random_model import RandomSpec, tiny, write_random_model
 from tests.kit.sample import FULL, mostly_full
@@ -38,10 +40,8 @@ def written(folder, name, qtype="Q8_0"):
 
 def parts(model, cuts, folder):
     bounds = [0, *cuts, model.n_layers]
-    return [LlamaCppBackend.load(
-        extract_shard(model, a, b, cache_dir=folder), layers=(a, b), n_threads=1,
-        n_layers_total=model.n_layers, first=a == 0, last=b == model.n_layers, **SIZES)
-        for a, b in itertools.pairwise(bounds)]
+    return [load(extract_shard(model, a, b, cache_dir=folder), (a, b), model.n_layers, **SIZES)
+            for a, b in itertools.pairwise(bounds)]
 
 
 def tapped(backends, layers, chunks, output=lambda _: True):
@@ -211,7 +211,7 @@ def test_an_eagle_head_proposes_what_llama_cpp_alone_does(name, own, tmp_path):
         OPTIONS, head="eagle3", flash_attn="on")))
     for at in (0, 7, 14, 21, 28):  # rows come in parts, and guesses are made meanwhile
         head.feed(FeedDraft(0, at, rows[at : min(at + 7, 30)]))
-        found = head.propose(job(0, TEXT[: min(at + 8, 31)], 4), lambda: False)
+        found = head.propose(job(TEXT[: min(at + 8, 31)]), lambda: False)
     head.close()
     assert [one.token for one in found] == expected
     assert [one.depth for one in found] == [1, 2, 3, 4]
@@ -234,11 +234,6 @@ def test_proposals_are_those_of_llama_cpp_alone(name, tmp_path):
     head = TargetHead(LlamaHead.open(HeadSource(model), model.n_layers, SIZES, 1, OPTIONS))
     for at in range(30):
         head.feed(FeedDraft(0, at, rows[at : at + 1]))
-        found = head.propose(job(0, TEXT[: at + 2], 4), lambda: False)
+        found = head.propose(job(TEXT[: at + 2]), lambda: False)
     head.close()
     assert [one.token for one in found] == expected[1:]
-
-
-def job(lane, path, depth):
-    return StartDraft(1, lane, path, len(path), (), SamplingParams(), depth, depth, 1, 0.0, 1.0,
-                      frozenset())

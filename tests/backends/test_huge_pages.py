@@ -13,8 +13,6 @@ import psutil
 import pytest
 
 from pipeinfer.backends.llamacpp import huge_pages
-from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
-from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.backends.llamacpp.huge_pages import (
     HUGE,
     huge_already,
@@ -24,6 +22,7 @@ from pipeinfer.backends.llamacpp.huge_pages import (
 )
 from pipeinfer.core.types import make_rows
 from pipeinfer.errors import BackendError
+from tests.kit.llama import load
 from tests.kit.random_model import tiny, write_random_model
 
 pytestmark = pytest.mark.skipif(setting() not in ("always", "madvise"),
@@ -189,12 +188,6 @@ def test_systems_that_give_none_are_not_asked(said, means, tmp_path, file, area,
     assert (mappings(file) == before) == (moved == 0)
 
 
-def loaded(path=EMBEDDED, n=12, **options):
-    return LlamaCppBackend.load(
-        path, layers=(0, n), n_layers_total=n, first=True, last=True, n_ctx=256,
-        n_seq_max=1, n_batch=8, n_threads=1, options=LlamaOptions(**options))
-
-
 @pytest.mark.skipif(not EMBEDDED.exists(), reason="the embedded models are not built")
 def test_weights_of_a_model_are_moved_and_give_the_same_bits(monkeypatch):
     monkeypatch.setattr(huge_pages, "free_memory", lambda: 1 << 40)
@@ -202,7 +195,7 @@ def test_weights_of_a_model_are_moved_and_give_the_same_bits(monkeypatch):
     rows = make_rows([(token, position, (0,), True) for position, token in enumerate((5, 9, 3))])
     mapped, logits = [], []
     for options in ({"huge_pages": False}, {}, {"use_mlock": True}):
-        backend = loaded(**options)
+        backend = load(EMBEDDED, n_ctx=256, n_seq_max=1, **options)
         mapped.append(length(mappings(EMBEDDED)))
         logits.append(backend.decode(rows).copy())
         backend.close()
@@ -220,7 +213,7 @@ def test_weights_of_experts_are_in_memory_once(monkeypatch, tmp_path, qtype, col
     gc.collect()  # what others have freed, and the allocator keeps, would be used without growing
     ctypes.CDLL(None).malloc_trim(0)
     before = psutil.Process().memory_info()
-    backend = loaded(path, 2)
+    backend = load(path, n_ctx=256, n_seq_max=1)
     own = [one.rss - one.shared for one in (before, psutil.Process().memory_info())]
     assert 0.8 < (own[1] - own[0]) / path.stat().st_size < 1.5
     backend.close()

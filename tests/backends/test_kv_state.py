@@ -18,13 +18,12 @@ from hypothesis.stateful import (
 )
 
 from pipeinfer.backends.llamacpp.cells import CellOrder
-from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
 from pipeinfer.errors import BackendError
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import extract_shard
-from tests.kit.checked import CheckedLlama
 from tests.kit.kv_oracle import KvOracle, from_scratch
+from tests.kit.llama import load
 from tests.kit.random_model import RandomSpec, write_random_model
 from tests.kit.toy import ToyBackend
 
@@ -175,17 +174,10 @@ class ToyMachine(KvMachine):
 class LlamaMachine(KvMachine):
     path = None
     loaded: tuple = ()
-    options = LlamaOptions()
 
     def load(self):
         if not LlamaMachine.loaded:
-            LlamaMachine.loaded = tuple(
-                CheckedLlama.load(
-                    self.path, layers=(0, 2), n_layers_total=2, first=True, last=True, n_ctx=512,
-                    n_seq_max=N_SEQS, n_batch=32, n_threads=1, options=self.options,
-                )
-                for _ in range(2)
-            )
+            LlamaMachine.loaded = tuple(load(self.path, n_seq_max=N_SEQS) for _ in range(2))
         return LlamaMachine.loaded
 
     @invariant()
@@ -261,20 +253,14 @@ def test_an_empty_cache_is_in_order_again():
 @pytest.mark.parametrize("options", [{}, {"flash_attn": "off"}, {"type_v": "q8_0"},
                                      {"type_v": "f16"}])
 @pytest.mark.parametrize("layers", [(0, 2), (0, 1)])
-def test_a_cache_full_of_dead_cells_is_moved_together(tmp_path, options, layers):
+def test_a_cache_full_of_dead_cells_is_moved_together(llama, tmp_path, options, layers):
     """Side branches die below living cells until the cache is full, several times over."""
     path = write_random_model(
         tmp_path / "m.gguf", RandomSpec(n_layer=2, n_embd=64, n_head=2, n_head_kv=1)
     )
     path = extract_shard(ModelFile(path), *layers, cache_dir=tmp_path)
 
-    def load(n_ctx):
-        return CheckedLlama.load(
-            path, layers=layers, n_layers_total=2, first=True, last=layers[1] == 2, n_ctx=n_ctx,
-            n_seq_max=4, n_batch=16, n_threads=1, options=LlamaOptions(**options),
-        )
-
-    small, plain = load(256), load(1024)
+    small, plain = (llama(path, layers, 2, n_ctx=n_ctx, **options) for n_ctx in (256, 1024))
     # Without flash attention, holes between cells alone change the last bits.
     same = partial(np.allclose, atol=4e-3) if options.get("flash_attn") == "off" else np.array_equal
     compactions = []
@@ -297,5 +283,3 @@ def test_a_cache_full_of_dead_cells_is_moved_together(tmp_path, options, layers)
     plain.seq_rm(0, 148, END)
     expected = plain.decode(make_rows([(5, 148, (0,), True)]))
     assert same(small.decode(rows), expected)
-    small.close()
-    plain.close()

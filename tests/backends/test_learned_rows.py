@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from pipeinfer.backends.composed import LearnedRows
-from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
 from pipeinfer.errors import BackendError
 from pipeinfer.models.embedding import EmbeddingTable
 from pipeinfer.models.gguf import ModelFile
 from tests.kit.gguf_files import write_sliceable
+from tests.kit.llama import load
 
 N_TOKENS = 12
 
@@ -20,9 +20,7 @@ N_TOKENS = 12
 def loaded(tmp_path_factory, request):
     path = tmp_path_factory.mktemp("learned") / "tiny.gguf"
     model = write_sliceable(path, request.param)
-    backend = LlamaCppBackend.load(
-        path, layers=(0, 2), n_layers_total=2, first=True, last=True, n_ctx=256, n_seq_max=4,
-        n_batch=32, n_threads=1)
+    backend = load(path)
     masks = np.random.default_rng(0).normal(0, 1, (2, backend.info.n_embd)).astype(np.float32)
     yield backend, LearnedRows(backend, EmbeddingTable.open(model), masks), masks
     backend.close()

@@ -9,20 +9,16 @@ import os
 import pytest
 
 from pipeinfer.backends.llamacpp import context
-from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.models.locate import EMBEDDED
+from tests.kit.llama import load
 
-
-def load(progress):
-    return LlamaCppBackend.load(
-        EMBEDDED / "target.gguf", layers=(0, 12), n_layers_total=12, first=True, last=True,
-        n_ctx=256, n_seq_max=2, n_batch=16, n_threads=1, progress=progress)
+TARGET = EMBEDDED / "target.gguf"
 
 
 def test_shares_rise_to_the_whole(monkeypatch):
     monkeypatch.setattr(context, "_REPORT", 0.0)
     seen = []
-    load(lambda phase, share: phase == "loading" and seen.append(share)).close()
+    load(TARGET, progress=lambda phase, share: phase == "loading" and seen.append(share)).close()
     assert len(seen) > 10
     assert seen == sorted(seen)
     assert seen[-1] == pytest.approx(1.0, abs=0.05)
@@ -30,7 +26,7 @@ def test_shares_rise_to_the_whole(monkeypatch):
 
 def test_reports_are_few():
     seen = []
-    load(lambda *report: seen.append(report)).close()
+    load(TARGET, progress=lambda *report: seen.append(report)).close()
     assert 1 <= len(seen) <= 9  # some a second, on a slow disk, too
 
 
@@ -46,9 +42,9 @@ def test_an_error_ends_the_loading_and_is_raised(monkeypatch):
             raise KeyError("enough")
 
     with pytest.raises(KeyError, match="enough"):
-        load(progress)
+        load(TARGET, progress=progress)
     assert max(seen) < 0.9
-    load(lambda *_: None).close()
+    load(TARGET).close()
 
 
 def in_memory(file):

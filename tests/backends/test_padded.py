@@ -7,25 +7,24 @@ import numpy as np
 import pytest
 
 from pipeinfer.backends.exact_width import FAR, exact_width
-from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.backends.llamacpp.padded import PaddedBackend, by_gain, holds, known_padding
 from pipeinfer.core.types import ALL_SEQS, CURVE_ROWS, END, make_rows
 from pipeinfer.errors import BackendError
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import EMBEDDED
 from pipeinfer.models.shard import extract_shard
+from tests.kit.llama import load as kit_load
+from tests.kit.rows import chain
 from tests.kit.sample import mostly_full
 
 PATH = EMBEDDED / "draft.gguf"
 ROWS, N_VOCAB = 4, 4096
 
 
-def load(start=0, stop=2, n_seq_max=3, path=PATH, **options):
-    chosen = {"streams": True, "type_k": "f16", "type_v": "f16", "lend": True} | options
-    return PaddedBackend.load(
-        path, layers=(start, stop), n_layers_total=2, first=start == 0, last=stop == 2,
-        n_ctx=1024 * n_seq_max, n_seq_max=n_seq_max, n_batch=64, n_threads=2,
-        options=LlamaOptions(**chosen))
+def load(start=0, stop=2, path=PATH, **options):
+    return kit_load(path, (start, stop), 2, kind=PaddedBackend, n_ctx=3072, n_seq_max=3,
+                    n_threads=2, **{"streams": True, "type_k": "f16", "type_v": "f16",
+                                    "lend": True} | options)
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +42,6 @@ def backend(loaded):
     return loaded
 
 
-def chain(tokens, first, seq_id=0, outputs=True):
-    return make_rows([(token, first + i, (seq_id,), outputs) for i, token in enumerate(tokens)])
-
-
 def test_single_rows_and_chains_differ_until_they_are_padded(backend):
     assert exact_width(backend, 4, contexts=(FAR,)) == 1
     for rows in (2, ROWS, 8):
@@ -58,7 +53,7 @@ def test_single_rows_and_chains_differ_until_they_are_padded(backend):
 def test_what_holds_is_not_taken_for_granted(backend, monkeypatch):
     def without_padding(self, rows, start, stop, hidden, stops):
         part = chain(rows.lists.tokens[start:stop], rows.lists.positions[start],
-                     rows.seq_ids[start][0])
+                     rows.seq_ids[start])
         return super(PaddedBackend, self).decode(part, hidden, stops)
 
     monkeypatch.setattr(PaddedBackend, "_decode_part", without_padding)
@@ -81,7 +76,8 @@ def test_a_row_has_the_bits_of_plain_decoding_whatever_came_before(backend, leng
     while done < length + 20:
         right = min(int(rng.integers(0, ROWS + 1)), length + 20 - done)
         wrong = rng.integers(0, N_VOCAB, rng.integers(0 if right else 1, ROWS - right + 1))
-        found = backend.decode(chain([*tokens[done : done + right], *wrong.tolist()], done, seq_id))
+        guess = [*tokens[done : done + right], *wrong.tolist()]
+        found = backend.decode(chain(guess, done, (seq_id,)))
         for i in range(right):
             assert found[i].tobytes() == wanted[done + i].tobytes()
         done += right

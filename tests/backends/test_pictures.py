@@ -16,18 +16,12 @@ from pipeinfer.core.types import END, Media, make_rows
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.layers import barred
 from pipeinfer.models.shard import extract_shard, stage_layers
-from tests.kit.checked import CheckedLlama
+from tests.kit.llama import load
 from tests.kit.picture_oracle import MARK, reference
 from tests.kit.random_projectors import FAMILIES, medium, write_family
 from tests.kit.sample import examples, fewer
 
 N = 12
-
-
-def _load(path, layers, total):
-    return CheckedLlama.load(
-        path, layers=layers, n_layers_total=total, first=layers[0] == 0, last=layers[1] == total,
-        n_ctx=2048, n_seq_max=4, n_batch=1024, n_threads=1)
 
 
 def _cuts(model):
@@ -81,7 +75,8 @@ def test_every_cut_gives_the_bits_of_mtmds_helper(family, tmp_path):
     cuts = _cuts(model)
     assert cuts
     for cut in fewer(cuts, [cuts[0], cuts[-1]]):
-        shards = [_load(extract_shard(model, a, b, cache_dir=tmp_path), (a, b), model.n_layers)
+        shards = [load(extract_shard(model, a, b, cache_dir=tmp_path), (a, b), model.n_layers,
+                       n_ctx=2048, n_batch=1024)
                   for a, b in cut]
         got = _generated(shards, prompt, found)
         assert [a.tobytes() == b.tobytes() for a, b in zip(got, want, strict=True)] \
@@ -91,13 +86,13 @@ def test_every_cut_gives_the_bits_of_mtmds_helper(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen3vl", "gemma3", "qwen35"])
-def test_a_branch_behind_a_picture_continues_as_alone(family, tmp_path):
+def test_a_branch_behind_a_picture_continues_as_alone(family, llama, tmp_path):
     """Copies, removals and cells that die below living ones, behind rows that share a position."""
     path, mmproj = write_family(family, tmp_path)
     model = ModelFile(path)
     want, prompt, found = reference(model, mmproj, f"See {MARK} and {MARK} here",
                                     [medium(family), medium(family, 2)], N)
-    backend = _load(path, (0, model.n_layers), model.n_layers)
+    backend = llama(path, n_ctx=2048, n_batch=1024)
     for rows, given_rows in _pieces(prompt, found):
         hidden = backend.decode(rows, given_rows)
     first, n = hidden[-1].copy(), len(prompt)
@@ -118,7 +113,6 @@ def test_a_branch_behind_a_picture_continues_as_alone(family, tmp_path):
     for rows, given_rows in _pieces(prompt, found):  # the ids have forgotten the pictures
         hidden = backend.decode(rows, given_rows)
     assert hidden[-1].tobytes() == want[0].tobytes()
-    backend.close()
 
 
 class _Slow:

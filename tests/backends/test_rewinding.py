@@ -5,28 +5,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.backends.rewinding import COPIES, RewindingBackend, ids_for
-from pipeinfer.core.drafting import Prefix, StartDraft
-from pipeinfer.core.types import END, SamplingParams, make_rows
+from pipeinfer.core.types import END, make_rows
 from pipeinfer.errors import BackendError
-from pipeinfer.models.gguf import ModelFile
 from pipeinfer.strategies.proposers.draft_model import DraftModel
+from tests.kit.drafting import job
 from tests.kit.kv_oracle import KvOracle
 from tests.kit.random_model import tiny, write_random_model
 from tests.kit.sample import full
 
 
-def load(path, ids, n_ctx=512):
-    n = ModelFile(path).n_layers
-    return LlamaCppBackend.load(path, layers=(0, n), n_layers_total=n, first=True, last=True,
-                                n_ctx=n_ctx, n_seq_max=ids, n_batch=32, n_threads=1)
-
-
 @pytest.mark.parametrize("name", ["qwen35", full("granitehybrid"), full("mamba"), full("lfm2")])
-def test_random_operations_equal_a_fresh_sequence(name, tmp_path):
+def test_random_operations_equal_a_fresh_sequence(name, llama, tmp_path):
     path = write_random_model(tmp_path / "m.gguf", tiny(name))
-    backend, fresh = RewindingBackend(load(path, ids_for(3)), 3), load(path, 1)
+    backend = RewindingBackend(llama(path, n_seq_max=ids_for(3)), 3)
+    fresh = llama(path, n_seq_max=1)
     rng, oracle = np.random.default_rng(4), KvOracle()
 
     def decode(seq_id, count):
@@ -62,22 +55,17 @@ def test_random_operations_equal_a_fresh_sequence(name, tmp_path):
     assert tried > 30
     with pytest.raises(BackendError, match="does not follow"):
         backend.decode(make_rows([(1, 99, (0,), True)]))
-    backend.close()
-    fresh.close()
 
 
 @pytest.mark.parametrize("base", [100, 240], ids=["copied", "cut"])
-def test_what_is_computed_again_takes_the_cells_of_other_paths(base, tmp_path):
+def test_what_is_computed_again_takes_the_cells_of_other_paths(base, llama, tmp_path):
     """Texts that begin alike, each nearly as long as the cache."""
     path = write_random_model(tmp_path / "m.gguf", tiny("lfm2"))
-    draft = DraftModel(RewindingBackend(load(path, ids_for(3), 256), 3), paths=2)
-    fresh = DraftModel(RewindingBackend(load(path, ids_for(1), 256), 1))
+    draft, fresh = (DraftModel(RewindingBackend(llama(
+        path, n_ctx=256, n_seq_max=ids_for(ids)), ids), paths=paths) for ids, paths in (
+            (3, 2), (1, 1)))
     tokens = [3 + 7 * i % 250 for i in range(240)]
     for lane, text in enumerate((tokens, [*tokens[:base], 1, 2], [*tokens[:50], 3], tokens)):
-        job = StartDraft(lane, lane, Prefix(text), len(text), (), params=SamplingParams(),
-                         max_tokens=4, max_depth=4, branches=1, p_min=0.0, p_split=0.2,
-                         stop_ids=frozenset())
-        found, wanted = (one.propose(job, lambda: False) for one in (draft, fresh))
+        found, wanted = (one.propose(job(text, job_id=lane, lane=lane), lambda: False)
+                         for one in (draft, fresh))
         assert [one.token for one in found] == [one.token for one in wanted]
-    draft.close()
-    fresh.close()

@@ -9,12 +9,11 @@ import sys
 import numpy as np
 import pytest
 
-from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
-from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import make_rows
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import ShardSource
 from tests.kit import launch, random_model
+from tests.kit.llama import load
 from tests.kit.random_model import tiny, write_random_model
 
 ORIGINAL = 512
@@ -39,10 +38,8 @@ def logits(path, cells, text, cut=None):
     n = model.n_layers
     rows = make_rows([(i, i, (0,), True) for i in range(40)])
     for start, stop in [(0, n)] if cut is None else [(0, cut), (cut, n)]:
-        one = LlamaCppBackend.load(
-            ShardSource(model, start, stop), layers=(start, stop), n_layers_total=n,
-            first=start == 0, last=stop == n, n_ctx=cells, n_seq_max=2, n_batch=64, n_threads=1,
-            options=LlamaOptions(huge_pages=False, text=text))
+        one = load(ShardSource(model, start, stop), (start, stop), n, n_ctx=cells, n_seq_max=2,
+                   huge_pages=False, text=text)
         hidden = one.decode(rows, hidden).copy()
         one.close()
     return hidden

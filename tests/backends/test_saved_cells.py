@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
-from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.backends.llamacpp.saved_cells import SavedCells, from_bytes, to_bytes
 from pipeinfer.core.types import END, make_rows
 from pipeinfer.errors import BackendError
@@ -19,6 +18,7 @@ from pipeinfer.models.architectures import declared
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.layers import barred, has_ranges
 from pipeinfer.models.shard import ShardSource
+from tests.kit.llama import load as load_stage
 from tests.kit.random_architectures import ALONE, RECIPES, STATEFUL
 from tests.kit.random_model import tiny, write_random_model
 from tests.kit.sample import examples, mostly_full
@@ -32,11 +32,9 @@ _SAMPLE = ("gemma3", "gpt-oss", "qwen3vl", "deepseek32", "qwen35", "falcon-h1", 
 def load(model, cuts):
     """Stages that begin at 0 and at the cuts."""
     ends = [*cuts, model.n_layers]
-    return [LlamaCppBackend.load(
-        ShardSource(model, a, b), layers=(a, b), n_layers_total=model.n_layers, first=a == 0,
-        last=b == model.n_layers, n_ctx=1024, n_seq_max=6, n_batch=CHUNK, n_threads=1,
-        options=LlamaOptions(huge_pages=False, saves=True))
-        for a, b in zip([0, *cuts], ends, strict=True)]
+    return [load_stage(ShardSource(model, a, b), (a, b), model.n_layers, kind=LlamaCppBackend,
+                       n_ctx=1024, n_seq_max=6, n_batch=CHUNK, huge_pages=False, saves=True)
+            for a, b in zip([0, *cuts], ends, strict=True)]
 
 
 def decode(stages, tokens, start, stop, seq_id):

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from pipeinfer.backends.llamacpp import context
-from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
 from pipeinfer.errors import ModelError
 from pipeinfer.llama import stream
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import ShardSource, extract_shard
 from pipeinfer.models.slices import slices_of
+from tests.kit.llama import load
 from tests.kit.random_model import RandomSpec, tiny, write_random_model
 from tests.kit.sample import mostly_full
 
@@ -30,18 +30,11 @@ def model(tmp_path_factory):
         n_layer=6, n_embd=256, n_ff=512, qtype="Q4_0")))
 
 
-def load(source, layers, model):
-    start, stop = layers
-    return LlamaCppBackend.load(
-        source, layers=layers, n_layers_total=model.n_layers, first=start == 0,
-        last=stop == model.n_layers, n_ctx=256, n_seq_max=2, n_batch=16, n_threads=2)
-
-
 def decoded(source, layers, model):
     rows = make_rows([(7, 0, (0,), True), (8, 1, (0,), True), (9, 2, (0,), True)])
     hidden = None if layers[0] == 0 else np.random.default_rng(1).standard_normal(
         (3, model.n_embd)).astype(np.float32)
-    with closing(load(source, layers, model)) as backend:
+    with closing(load(source, layers, model.n_layers, n_threads=2)) as backend:
         first = backend.decode(rows, hidden).copy()
         backend.seq_rm(ALL_SEQS, 0, END)
         return first.tobytes(), backend.decode(rows, hidden).tobytes(), backend.info.weight_bytes
@@ -98,17 +91,15 @@ def test_a_file_that_becomes_shorter_is_named(model, tmp_path):
     with closing(source.opened()) as opened, pytest.raises(ModelError, match="truncated"):
         read_all(opened)
     with pytest.raises(ModelError):
-        load(source, (4, 6), short)
+        load(source, (4, 6))
 
 
 def test_progress_rises_to_the_whole(model, monkeypatch):
     monkeypatch.setattr(context, "_REPORT", 0.0)
     monkeypatch.setattr(stream, "_BUFFER", 1 << 16)
     seen = []
-    LlamaCppBackend.load(
-        ShardSource(model, 2, 4), layers=(2, 4), n_layers_total=6, first=False, last=False,
-        n_ctx=256, n_seq_max=2, n_batch=16, n_threads=1,
-        progress=lambda phase, share: seen.append((phase, share))).close()
+    load(ShardSource(model, 2, 4), (2, 4), 6,
+         progress=lambda phase, share: seen.append((phase, share))).close()
     assert {phase for phase, _ in seen} == {"loading"}
     assert seen == sorted(seen)
     assert len(seen) > 5
@@ -122,6 +113,4 @@ def test_an_error_of_the_progress_ends_the_loading(model, monkeypatch):
         raise KeyError("enough")
 
     with pytest.raises(KeyError, match="enough"):
-        LlamaCppBackend.load(
-            ShardSource(model, 2, 4), layers=(2, 4), n_layers_total=6, first=False, last=False,
-            n_ctx=256, n_seq_max=2, n_batch=16, n_threads=1, progress=progress)
+        load(ShardSource(model, 2, 4), (2, 4), 6, progress=progress)

@@ -12,17 +12,15 @@ import pytest
 
 from pipeinfer.backends.exact_width import exact_width
 from pipeinfer.backends.llamacpp import eval_callback
-from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
-from pipeinfer.backends.llamacpp.context import LlamaOptions
-from pipeinfer.core.types import make_rows
 from pipeinfer.errors import PlanError
 from pipeinfer.models.architectures import declared
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import SPLITTABLE, extract_shard, stage_layers
-from tests.kit.cut_check import cuts_of, differing, load
+from tests.kit.cut_check import cuts_of, differing
 from tests.kit.gguf_files import altered
 from tests.kit.random_architectures import ALONE, RECIPES, STATEFUL
 from tests.kit.random_model import RandomSpec, tiny, write_random_model
+from tests.kit.rows import chain
 from tests.kit.sample import fewer, full
 
 CASES = {
@@ -126,57 +124,45 @@ def test_splits_are_bit_equal_with_other_options(options, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not EMBEDDED.exists(), reason="the embedded models are not built")
-def test_the_embedded_target_splits_and_has_a_wide_exact_width(tmp_path):
+def test_the_embedded_target_splits_and_has_a_wide_exact_width(llama, tmp_path):
     model = ModelFile(EMBEDDED)
     check_splits(model, tmp_path, [stage_layers(model.n_layers, k) for k in (2, 5, 12)])
     for start, stop in stage_layers(model.n_layers, 3):
         path = extract_shard(model, start, stop, cache_dir=tmp_path)
-        backend = load(path, (start, stop), model.n_layers)
-        assert exact_width(backend) >= 4
-        backend.close()
+        assert exact_width(llama(path, (start, stop), model.n_layers)) >= 4
 
 
 @pytest.mark.parametrize("type_v", ["q8_0", "f16"])
-def test_a_width_that_agrees_in_one_context_by_chance_is_found_out(type_v, tmp_path):
+def test_a_width_that_agrees_in_one_context_by_chance_is_found_out(type_v, llama, tmp_path):
     """A kernel's rounding error often dies when activations are quantised again."""
     spec = RandomSpec(qtype="Q4_K_M", n_embd=256, n_ff=256, n_layer=2, n_head=4)
     model = ModelFile(write_random_model(tmp_path / "m.gguf", spec))
-    backend = LlamaCppBackend.load(
-        model.path, layers=(0, 2), n_layers_total=2, first=True, last=True, n_ctx=512,
-        n_seq_max=3, n_batch=64, n_threads=1, options=LlamaOptions(type_v=type_v))
+    backend = llama(model.path, type_v=type_v)
     assert len({exact_width(backend, seed=seed) for seed in range(8)}) == 1
-    backend.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("qtype", [full("F32"), "F16", "Q8_0", "Q4_K_M"])
 def test_logits_up_to_the_exact_width_ignore_neighbours_beyond_512_cells(
-    qtype, tmp_path, record_property
+    qtype, llama, tmp_path, record_property
 ):
     """Where attention kernels switch (512 cells, several threads), R must still hold."""
     spec = RandomSpec(qtype=qtype, n_embd=256, n_ff=256, n_layer=2, n_head=4)
     model = ModelFile(write_random_model(tmp_path / "m.gguf", spec))
-    backend = LlamaCppBackend.load(
-        model.path, layers=(0, 2), n_layers_total=2, first=True, last=True, n_ctx=1024,
-        n_seq_max=3, n_batch=64, n_threads=2,
-    )
+    backend = llama(model.path, n_ctx=1024, n_threads=2)
     width = exact_width(backend)
     record_property("exact_width", width)
     print(f"{qtype}: R = {width}")
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, model.n_vocab, 624).tolist()
 
-    def chain(first, stop, ids=(0,)):
-        return make_rows([(tokens[p], p, ids, True) for p in range(first, stop)])
-
     for first in range(0, 600, 50):
-        backend.decode(chain(first, first + 50))
-    singles = np.concatenate([backend.decode(chain(p, p + 1)) for p in range(600, 624)])
+        backend.decode(chain(tokens[first : first + 50], first))
+    singles = np.concatenate([backend.decode(chain([tokens[p]], p)) for p in range(600, 624)])
     backend.seq_rm(0, 600, 2**31 - 1)
     for first in range(600, 624, width):
-        backend.decode(chain(0, 3, (2,)))  # another sequence in between: cells with holes
-        rows = chain(first, min(first + width, 624))
+        backend.decode(chain(tokens[:3], 0, (2,)))  # another sequence in between: cells with holes
+        rows = chain(tokens[first : first + width], first)
         assert np.array_equal(backend.decode(rows), singles[first - 600 :][: len(rows)])
         backend.seq_rm(2, 0, 2**31 - 1)
     assert backend.in_order
-    backend.close()

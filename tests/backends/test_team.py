@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -11,43 +12,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.backends.llamacpp.eval_callback import compiled
 from pipeinfer.backends.team import (
     SUM_TYPES,
     PeerFailed,
     Region,
-    SharedTeam,
     TeamShape,
     add_up,
     lengthen,
     shorten,
 )
 from pipeinfer.errors import BackendError, ProtocolError, TransportTimeout
-from pipeinfer.runtime.port_team import PortTeam
-from pipeinfer.transport.inproc import local_ports
+from tests.kit.teams import WAYS, needs_c, teams_of
 
-needs_c = pytest.mark.skipif(compiled() is None, reason="sums.c was not compiled here")
-WAYS = [pytest.param("memory", marks=needs_c), "messages"]
 HOLDERS = [((0,),), ((0, 1),), ((0,), (1,)), ((0,), (1,), (2,)), ((0, 2), (1,)), ((0,), (1, 2, 3))]
 
 
 class Stage:
     """All members of a stage, each to be used by threads of its own."""
 
-    def __init__(self, way, holders, kind="f32", capacity=64, watch=lambda index: None,
-                 vocabulary=()):
+    def __init__(self, way, holders, kind="f32", watch=lambda index: None, vocabulary=()):
         self.holders, self.n = holders, sum(map(len, holders))
-        shapes = [TeamShape(holders, member, kind, capacity, vocabulary)
-                  for member in range(len(holders))]
-        if way == "memory":
-            regions = [Region.create(shapes[0])]
-            regions += [Region.open(regions[0].name, shape) for shape in shapes[1:]]
-            self.teams = [SharedTeam(shape, region, watch)
-                          for shape, region in zip(shapes, regions, strict=True)]
-        else:
-            ports = local_ports(len(holders) + 1)
-            self.teams = [PortTeam(shape, ports[1 + member], range(1, len(holders) + 1), watch)
-                          for member, shape in enumerate(shapes)]
+        self.teams = teams_of(way, holders, kind, vocabulary=vocabulary, watch=watch)
 
     def each(self, work):
         """work(team, slice) by every slice at once, in order of slices; what each gave."""
@@ -57,8 +42,15 @@ class Stage:
             futures = {index: pool.submit(work, team, index) for team, index in owners}
             return [futures[index].result(20) for index in range(self.n)]
 
-    def begin(self, run_id, cancelled=False):
-        return [team.begin(run_id, cancelled=cancelled) for team in self.teams]
+    def begin(self, run_id, should_stop=None):
+        """Begin a run that nobody has cancelled."""
+        assert not any([team.begin(run_id, cancelled=False) for team in self.teams])
+        for team in self.teams:
+            team.arm(should_stop)
+
+    def ones(self):
+        """Whether each slice's first sum was made."""
+        return self.each(lambda member, index: member.part(index).add(np.ones(8, np.float32), 0))
 
     def close(self):
         for team in self.teams:
@@ -66,16 +58,9 @@ class Stage:
 
 
 @pytest.fixture
-def stage(request):
-    made = []
-
-    def make(*args, **kwargs):
-        made.append(Stage(*args, **kwargs))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+def stage():
+    with contextlib.ExitStack() as made:
+        yield lambda *args, **given: made.enter_context(contextlib.closing(Stage(*args, **given)))
 
 
 @pytest.mark.parametrize("kind", SUM_TYPES)
@@ -87,9 +72,7 @@ def test_parts_are_added_in_the_order_of_slices(stage, way, holders, kind):
     for run_id in range(3):
         parts = rng.standard_normal((5, team.n, 48)) * 10.0 ** rng.integers(-9, 4, (5, team.n, 48))
         parts = parts.astype(np.float32)  # some too small for f16 but as a subnormal, or at all
-        assert not any(team.begin(run_id))
-        for one in team.teams:
-            one.arm(None)
+        team.begin(run_id)
 
         def sums(member, index, parts=parts):
             found = []
@@ -113,8 +96,6 @@ def test_large_parts_are_added_up_in_shares_with_the_same_bits(stage, holders, k
     parts = (np.random.default_rng(2).standard_normal((team.n, 9001)) * 30).astype(np.float32)
     expected = add_up([shorten(part, kind) for part in parts], kind)
     team.begin(0)
-    for one in team.teams:
-        one.arm(None)
 
     def sums(member, index):
         own = parts[index].copy()
@@ -130,15 +111,13 @@ def test_large_parts_are_added_up_in_shares_with_the_same_bits(stage, holders, k
 def test_the_leader_stops_everyone_at_the_same_sum(stage, way):
     team = stage(way, ((0,), (1, 2), (3,)))
     for run_id, at in ((7, 1), (8, 3), (9, 0)):
-        assert not any(team.begin(run_id))
         asked = []
 
         def stop(asked=asked, at=at):
             asked.append(None)
             return len(asked) > at
 
-        for one in team.teams:
-            one.arm(stop)
+        team.begin(run_id, stop)
 
         def sums(member, index):
             part = member.part(index)
@@ -152,11 +131,8 @@ def test_the_leader_stops_everyone_at_the_same_sum(stage, way):
         assert team.each(sums) == [2 * at + 1] * 4  # looks after the feed forward of each layer
         for one in team.teams:
             one.check()  # nothing is wrong
-    assert not any(team.begin(10))
-    for one in team.teams:
-        one.arm(None)
-    assert team.each(lambda member, index: member.part(index).add(
-        np.ones(8, np.float32), 0)) == [True] * 4
+    team.begin(10)
+    assert team.ones() == [True] * 4
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -176,19 +152,14 @@ def test_a_run_that_is_cancelled_is_skipped_by_all_sooner_or_later(stage, way):
         assert leader.begin(run_id, cancelled=True)
     for run_id in range(3, 63):
         assert other.begin(run_id, cancelled=False)
-    assert not any(team.begin(63))
-    for one in team.teams:
-        one.arm(None)
-    assert team.each(lambda member, index: member.part(index).add(
-        np.ones(8, np.float32), 0)) == [True] * 3
+    team.begin(63)
+    assert team.ones() == [True] * 3
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_member_that_fails_ends_the_others_at_their_next_sum(stage, way):
     team = stage(way, ((0,), (1,), (2,)))
     team.begin(4)
-    for one in team.teams:
-        one.arm(None)
 
     def sums(member, index):
         if index == 1:
@@ -246,8 +217,6 @@ def test_logits_are_put_beside_each_other(stage, way, holders):
     whole = np.arange(2 * cuts[-1], dtype=np.float32).reshape(2, -1)
     for run_id in range(3):
         team.begin(run_id)
-        for one in team.teams:
-            one.arm(None)
         found = team.each(lambda member, index: member.gather(
             index, np.ascontiguousarray(whole[:, slice(*vocabulary[index])])))
         assert np.array_equal(found[holders[0][0]], whole)

@@ -8,7 +8,6 @@ import pytest
 from pipeinfer.backends import exact_width
 from pipeinfer.backends.exact_width import settle_threads
 from pipeinfer.backends.llamacpp import backend as llama_backend
-from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.core.types import make_rows
 from pipeinfer.llama import binding
 from tests.kit.random_model import RandomSpec, write_random_model
@@ -108,11 +107,10 @@ def test_hopeless_numbers_are_not_tried(monkeypatch):
     assert set(backend.tried) == {8, 4}
 
 
-def test_the_number_of_threads_does_not_change_a_bit(tmp_path, monkeypatch):
+def test_the_number_of_threads_does_not_change_a_bit(llama, tmp_path, monkeypatch):
     monkeypatch.setattr(llama_backend, "_LONG", 641)
     path = write_random_model(tmp_path / "m.gguf", RandomSpec(n_layer=3, qtype="Q8_0"))
-    backend = LlamaCppBackend.load(path, layers=(0, 3), n_layers_total=3, first=True, last=True,
-                                   n_ctx=1024, n_seq_max=1, n_batch=64, n_threads=2)
+    backend = llama(path, n_ctx=1024, n_seq_max=1, n_threads=2)
     found = []
     for count in (2, 1):
         backend.use_threads(count)
@@ -127,4 +125,3 @@ def test_the_number_of_threads_does_not_change_a_bit(tmp_path, monkeypatch):
             assert binding.llama_n_threads(backend._ctx) == threads
         backend.seq_rm(0, 0, 1 << 30)
     assert np.array_equal(*found)
-    backend.close()

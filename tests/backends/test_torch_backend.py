@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -19,12 +18,12 @@ from pipeinfer.errors import (
     UnsupportedArchitecture,
     UsageError,
 )
+from tests.kit.rows import chain
 from tests.kit.sample import full
 from tests.kit.tiny_torch import (
     FAMILIES,
     LAYERS,
     VOCAB,
-    chain,
     forward,
     load,
     reference,
@@ -37,13 +36,6 @@ from tests.kit.tiny_torch import (
 #: over four layers, at logits of size 1. An error in a mask, an angle or a norm is 1e-2 and more.
 TOLERANCE = 1e-5
 CUTS = [(0, 4), (0, 2, 4), (0, 1, 3, 4), (0, 1, 2, 3, 4)]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """family -> (model, folder), made when asked for."""
-    return cache(lambda family: (model := reference(family), save(
-        model, tmp_path_factory.mktemp("hf") / family)))
 
 
 def through(stages, rows):

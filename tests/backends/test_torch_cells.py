@@ -12,10 +12,10 @@ from pipeinfer.backends.pytorch.cells import CellTable
 from pipeinfer.core.types import ALL_SEQS, END, Rows, SeqJoin, make_rows
 from pipeinfer.errors import BackendError
 from tests.backends.test_torch_backend import TOLERANCE
+from tests.kit.rows import chain
 from tests.kit.tiny_torch import (
     LAYERS,
     VOCAB,
-    chain,
     load,
     masked_forward,
     reference,
@@ -27,15 +27,13 @@ from tests.kit.toy import ToyBackend
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral-window", "gemma2"])
-def pair(request, tmp_path_factory):
-    model = reference(request.param)
-    return model, save(model, tmp_path_factory.mktemp("cells") / "m")
+def pair(request, models):
+    return models(request.param)
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    model = reference("llama")
-    return model, save(model, tmp_path_factory.mktemp("cells") / "llama")
+def llama(models):
+    return models("llama")
 
 
 def rows_of(entries):
@@ -255,17 +253,6 @@ def test_prefixes_that_do_not_fit_are_refused(llama):
     with pytest.raises(BackendError, match="no free cells for a prefix of 9"):
         backend.preload({1: (many, many), 2: (many, many)}, (0,))
     assert len(backend.cells()) == 0
-
-
-def test_cells_run_out_and_come_back(llama):
-    backend = load(llama[1], n_ctx=20)
-    backend.decode(chain(range(18)))
-    with pytest.raises(BackendError, match="no free cells for 3 rows in a cache of 20"):
-        backend.decode(chain([1, 2, 3], 18))
-    assert len(backend.cells()) == 18
-    backend.seq_rm(0, 4, 6)
-    backend.decode(chain([1, 2, 3, 4], 18))
-    assert len(backend.cells()) == 20
 
 
 @pytest.mark.parametrize(("entry", "says"), [

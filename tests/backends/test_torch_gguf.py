@@ -7,15 +7,15 @@ import gguf
 import numpy as np
 import pytest
 
-from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
-from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.errors import UnsupportedArchitecture
 from pipeinfer.models.gguf import ModelFile
-from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.hf_tokenizer import byte_tokens
 from tests.kit import launch
-from tests.kit.random_model import RandomSpec, tiny, write_random_model
-from tests.kit.tiny_torch import chain, forward, load, reference, save, tokens_of, torch
+from tests.kit.llama import load as load_llama
+from tests.kit.random_model import RandomSpec, finish, tiny, write_random_model
+from tests.kit.references import encoded
+from tests.kit.rows import chain
+from tests.kit.tiny_torch import forward, load, reference, save, tokens_of, torch
 
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
 TEXT = ("def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacci(n - 1) + "
@@ -23,10 +23,7 @@ TEXT = ("def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacc
 
 
 def llama_logits(path, tokens, **options):
-    n = ModelFile(path).n_layers
-    backend = LlamaCppBackend.load(
-        path, layers=(0, n), n_layers_total=n, first=True, last=True, n_ctx=512, n_seq_max=1,
-        n_batch=128, n_threads=1, options=LlamaOptions(**options))
+    backend = load_llama(path, n_batch=128, **options)
     logits = backend.decode(chain(tokens))
     backend.close()
     return logits
@@ -61,9 +58,7 @@ def test_the_embedded_pair_agrees_with_llama_cpp(name):
     largest of 32 each time; torch does not. The mean error is a hundredth of the logits' spread,
     and a choice may differ only where two tokens are that close."""
     path = EMBEDDED / f"{name}.gguf"
-    tokenizer = open_tokenizer(path)
-    tokens = tokenizer.encode(TEXT)
-    tokenizer.close()
+    tokens = encoded(path, TEXT)
     wanted = llama_logits(path, tokens, type_k="f32", type_v="f32", flash_attn="off")
     found = torch_logits(path, tokens)
     assert np.abs(found - wanted).mean() < 0.02 * wanted.std()
@@ -82,9 +77,7 @@ def test_a_folder_and_a_gguf_of_one_model_are_the_same_bits(tmp_path):
 
     path = EMBEDDED / "target.gguf"
     folder = write_folder(path, tmp_path / "target")
-    tokenizer = open_tokenizer(path)
-    tokens = tokenizer.encode(TEXT)
-    tokenizer.close()
+    tokens = encoded(path, TEXT)
     from_gguf = torch_logits(path, tokens)
     assert np.array_equal(from_gguf, load(folder, n_batch=128).decode(chain(tokens)))
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
@@ -148,9 +141,7 @@ def write_model(path, model, family):
                               + ".weight", array)
         elif not c.tie_word_embeddings:
             writer.add_tensor("output.weight", array)
-    for write in (writer.write_header_to_file, writer.write_kv_data_to_file,
-                  writer.write_tensors_to_file, writer.close):
-        write()
+    finish(writer)
     return path
 
 
@@ -194,9 +185,7 @@ def test_gguf_metadata_that_is_refused(tmp_path, key, add, says):
     writer.add_layer_norm_rms_eps(1e-5)
     if add is not None:
         add(writer)
-    for write in (writer.write_header_to_file, writer.write_kv_data_to_file,
-                  writer.write_tensors_to_file, writer.close):
-        write()
+    finish(writer)
     with pytest.raises(UnsupportedArchitecture, match=says):
         load(tmp_path / f"{key}.gguf")
 
@@ -219,9 +208,7 @@ def test_a_linear_rope_scale_of_a_gguf(tmp_path):
         getattr(writer, f"add_{name}")(value)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, np.array(tensor.data))
-    for write in (writer.write_header_to_file, writer.write_kv_data_to_file,
-                  writer.write_tensors_to_file, writer.close):
-        write()
+    finish(writer)
     tokens = tokens_of(40)
     found = torch_logits(tmp_path / "scaled.gguf", tokens)
     theirs = llama_logits(tmp_path / "scaled.gguf", tokens, type_k="f32", type_v="f32",

@@ -4,35 +4,30 @@ from __future__ import annotations
 
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 
 import numpy as np
 import pytest
 
 from pipeinfer.backends.composed import WideBackend
 from pipeinfer.backends.exact_width import exact_width
-from pipeinfer.backends.llamacpp.eval_callback import compiled
-from pipeinfer.backends.team import PeerFailed, Region, SharedTeam, TeamShape
+from pipeinfer.backends.team import PeerFailed
 from pipeinfer.core.types import END, make_rows
 from pipeinfer.errors import BackendError, ModelError, PlanError, UnsupportedArchitecture
 from pipeinfer.models.locate import open_model
 from pipeinfer.models.slice_parts import Slice, sizes_of
 from pipeinfer.models.slices import slices_of, widths_of
-from pipeinfer.runtime.port_team import PortTeam
-from pipeinfer.transport.inproc import local_ports
 from tests.kit.gguf_files import write_sliceable
+from tests.kit.rows import chain
 from tests.kit.sample import full, mostly_full
+from tests.kit.teams import WAYS, teams_of
 from tests.kit.tiny_torch import (
     CONFIG_MAPPING,
     FAMILIES,
     LAYERS,
     SMALL,
     VOCAB,
-    chain,
     forward,
     load,
-    reference,
-    save,
     tokens_of,
     torch,
 )
@@ -43,16 +38,7 @@ from pipeinfer.backends.pytorch.options import TorchOptions  # isort: skip
 
 #: see test_torch_backend; parts are summed up in another order, which is as much again
 TOLERANCE = 2e-5
-WAYS = [pytest.param("memory", marks=pytest.mark.skipif(
-    compiled() is None, reason="sums.c was not compiled here")), "messages"]
 BF16 = {"options": TorchOptions("cpu", "bfloat16")}
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """family -> (model, folder), made when asked for."""
-    return cache(lambda family: (model := reference(family), save(
-        model, tmp_path_factory.mktemp("hf") / family)))
 
 
 class Stage:
@@ -64,17 +50,7 @@ class Stage:
         start, stop = layers or (0, model.n_layers)
         last = stop == model.n_layers
         vocabulary = tuple(one.vocab for one in self.cut) if last else ()
-        shapes = [TeamShape(holders, member, "f32", 64 * model.n_embd, vocabulary)
-                  for member in range(len(holders))]
-        if way == "memory":
-            regions = [Region.create(shapes[0])]
-            regions += [Region.open(regions[0].name, shape) for shape in shapes[1:]]
-            self.teams = [SharedTeam(shape, region, lambda index: None)
-                          for shape, region in zip(shapes, regions, strict=True)]
-        else:
-            ports = local_ports(len(holders) + 1)
-            self.teams = [PortTeam(shape, ports[1 + member], range(1, len(holders) + 1),
-                                   lambda index: None) for member, shape in enumerate(shapes)]
+        self.teams = teams_of(way, holders, capacity=64 * model.n_embd, vocabulary=vocabulary)
         self.slices = {index: load(path, (start, stop), piece=self.cut[index], **sizes)
                        for held in holders for index in held}
         dtype = self.slices[0].options.dtype
@@ -114,13 +90,8 @@ class Stage:
 
 @pytest.fixture
 def stage():
-    with contextlib.ExitStack() as stack:
-        def make(*args, **kwargs):
-            made = Stage(*args, **kwargs)
-            stack.callback(made.close)
-            return made
-
-        yield make
+    with contextlib.ExitStack() as made:
+        yield lambda *args, **given: made.enter_context(contextlib.closing(Stage(*args, **given)))
 
 
 # --- parity -----------------------------------------------------------------------------------
@@ -226,9 +197,10 @@ def test_rows_up_to_the_exact_width_are_single_rows(models, stage):
     assert np.concatenate(singles).tobytes() == together.tobytes()
 
 
-def test_joins_and_free_positions_reach_every_slice(models, stage):
+@pytest.mark.parametrize("holders", [((0,), (1,)), ((0, 1),)])
+def test_joins_and_free_positions_reach_every_slice(models, stage, holders):
     _, path = models("llama")
-    wide, whole = stage(path, ((0,), (1,))), load(path)
+    wide, whole = stage(path, holders), load(path)
     assert all(member.capabilities.free_positions for member in wide.members)
     found = []
     for backend, others in ((whole, [whole]), (wide, wide.members)):

@@ -8,21 +8,13 @@ import numpy as np
 import pytest
 
 from pipeinfer.backends.base import ALL_IDS
-from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import ALL_SEQS, END, make_rows
 from pipeinfer.errors import BackendError
-from tests.kit.checked import CheckedLlama
+from tests.kit.llama import load
 from tests.kit.random_model import tiny, write_random_model
 from tests.kit.sample import matrix
 
 _SEQS, _CELLS = 6, 256
-
-
-def load(path, spec, *, n_seq_max=_SEQS, **options):
-    return CheckedLlama.load(
-        path, layers=(0, spec.n_layer), n_layers_total=spec.n_layer, first=True, last=True,
-        n_ctx=_CELLS, n_seq_max=n_seq_max, n_batch=64, n_threads=1,
-        options=LlamaOptions(**options))
 
 
 class Walk:
@@ -70,10 +62,10 @@ class Walk:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "seed"), matrix(("gemma3", "gpt-oss", "gemma4"), (1, 2, 4)))
-def test_what_is_taken_back_and_copied_leaves_no_trace(name, seed, tmp_path):
-    spec = tiny(name)
-    path = write_random_model(tmp_path / "m.gguf", spec)
-    backend, fresh = load(path, spec, keep_order=False), load(path, spec)
+def test_what_is_taken_back_and_copied_leaves_no_trace(name, seed, llama, tmp_path):
+    path = write_random_model(tmp_path / "m.gguf", tiny(name))
+    backend, fresh = (llama(path, n_ctx=_CELLS, n_seq_max=_SEQS, keep_order=keeps)
+                      for keeps in (False, True))
     walk, checked, compactions = Walk(backend, seed), 0, []
     compact = backend._cells.compact
     backend._cells.compact = lambda: (compactions.append(1), compact())
@@ -89,12 +81,9 @@ def test_what_is_taken_back_and_copied_leaves_no_trace(name, seed, tmp_path):
     assert checked > 30
     assert compactions
     assert backend.in_order
-    backend.close()
-    fresh.close()
 
 
 def test_windows_need_sequence_ids_of_their_own(tmp_path):
-    spec = tiny("gemma3", n_layer=1)
-    path = write_random_model(tmp_path / "m.gguf", spec)
+    path = write_random_model(tmp_path / "m.gguf", tiny("gemma3", n_layer=1))
     with pytest.raises(BackendError, match="at most"):
-        load(path, spec, n_seq_max=ALL_IDS)
+        load(path, n_ctx=_CELLS, n_seq_max=ALL_IDS)

@@ -18,6 +18,7 @@ def test_every_node_has_one_name(counts):
     grid = Grid(counts)
     names = [grid.name(node) for node in range(1, grid.n_nodes + 1)]
     assert len(set(names)) == grid.n_nodes == sum(counts)
+    assert grid.is_wide == (max(counts) > 1)
     assert [grid.node(name) for name in names] == list(range(1, grid.n_nodes + 1))
     assert [grid.leader(stage) for stage in range(grid.n_stages + 1)] == [0, *grid.leaders]
     assert [name.stage for name in names if name.member == 0] == list(range(1, len(counts) + 1))
@@ -30,14 +31,6 @@ def test_every_member_gets_its_rows_from_one_node(counts):
     assert sorted(fed) == list(range(1, grid.n_nodes + 1))
     for node in range(grid.n_nodes + 1):
         assert all(grid.predecessor(other) == node for other in grid.successors(node))
-
-
-def test_a_plain_pipeline_is_numbered_by_its_stages():
-    grid = Grid.plain(3)
-    assert [grid.name(node) for node in (1, 2, 3)] == [PortName(1), PortName(2), PortName(3)]
-    assert [grid.successors(node) for node in range(4)] == [(1,), (2,), (3,), ()]
-    assert not grid.is_wide
-    assert Grid((1, 2)).is_wide
 
 
 def test_nodes_that_there_are_not():

@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 
 from pipeinfer.models.gguf import ModelFile
-from tests.kit.random_model import add_key
+from tests.kit.random_model import add_key, finish
 
 BLOCK, RANK, KERNEL, GROUP, TOP = 8, 32, 4, 32, 4
 
@@ -75,8 +75,5 @@ def write_block_draft(path: Path, target: Path, taps: tuple[int, ...], kind: str
         data = given.get(name, data)
         writer.add_tensor(name if name.endswith("_base") else f"{name}.weight",
                           data.astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path

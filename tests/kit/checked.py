@@ -10,6 +10,7 @@ from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
 from pipeinfer.core.types import FloatArray, Rows
 from pipeinfer.errors import BackendError
 from pipeinfer.llama import binding
+from tests.kit.sequence_rules import check_distinct, check_ids, check_shared
 
 
 class CheckedLlama(LlamaCppBackend):
@@ -19,7 +20,9 @@ class CheckedLlama(LlamaCppBackend):
     def decode(self, rows: Rows, hidden: FloatArray | None = None,
                should_stop: Callable[[], bool] | None = None) -> FloatArray | None:
         if rows.views is None and 0 < len(rows) <= self.info.n_batch:
-            check_rows(rows, self.info.n_seq_max)
+            check_ids(rows, self.info.n_seq_max)
+            check_distinct(rows)
+            check_shared(rows)
         return super().decode(rows, hidden, should_stop)
 
     @override
@@ -32,28 +35,3 @@ class CheckedLlama(LlamaCppBackend):
                 raise BackendError(
                     f"seq_cp {src} -> {dst} over [{p0}, {p1}): {dst} has cells up to {high}")
         super().seq_cp(src, dst, p0, p1)
-
-
-def check_rows(rows: Rows, n_seq_max: int) -> None:
-    """Raise BackendError when rows break a rule that llama.cpp does not check.
-
-    An id holds one row per position. The ids of a row are a subset of those of every earlier row
-    that shares one of them; otherwise the row would attend through its first id to cells that its
-    other ids never held.
-    """
-    seen: set[tuple[int, int]] = set()
-    earlier: list[set[int]] = []
-    for i, (pos, ids) in enumerate(zip(rows.positions.tolist(), rows.seq_ids, strict=True)):
-        own = set(ids)
-        if not own or len(own) != len(ids) or min(own) < 0 or max(own) >= n_seq_max:
-            raise BackendError(f"row {i} has bad sequence ids {ids}")
-        for seq_id in ids:
-            if (seq_id, pos) in seen:
-                raise BackendError(f"row {i} is a second row of sequence {seq_id} at "
-                                   f"position {pos}")
-            seen.add((seq_id, pos))
-        for other in earlier:
-            if own & other and not own <= other:
-                raise BackendError(f"row {i}: sequence ids {ids} did not share the cell of an "
-                                   "earlier row")
-        earlier.append(own)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from msgspec import structs
@@ -12,6 +12,7 @@ from pipeinfer.backends.base import NO_VIEWS
 from pipeinfer.backends.pytorch.backend import TorchBackend
 from pipeinfer.core.types import FloatArray, Rows
 from pipeinfer.errors import BackendError
+from tests.kit.sequence_rules import check_continued, check_ids, check_shared
 
 
 class CheckedTorch(TorchBackend):
@@ -29,11 +30,9 @@ class CheckedTorch(TorchBackend):
                 and (rows.positions >= 0).all():
             if rows.views is not None:
                 raise BackendError(NO_VIEWS)
-            ids = {seq_id for group in rows.seq_ids for seq_id in group}
-            if ids and not 0 <= min(ids) <= max(ids) < self.info.n_seq_max:
-                raise BackendError(f"sequence ids {sorted(ids)} outside 0 to "
-                                   f"{self.info.n_seq_max - 1}")
-            check_rows(rows, [(seq_id, self._table.bounds(seq_id)) for seq_id in ids])
+            check_ids(rows, self.info.n_seq_max)
+            check_continued(rows, self._table.bounds)
+            check_shared(rows)
         return super().decode(rows, hidden, should_stop)
 
     @override
@@ -43,26 +42,3 @@ class CheckedTorch(TorchBackend):
             raise BackendError(f"seq_cp {src} -> {dst} over [{p0}, {p1}): {dst} has cells up "
                                f"to {bounds[1]}")
         super().seq_cp(src, dst, p0, p1)
-
-
-def check_rows(rows: Rows, tips: Iterable[tuple[int, tuple[int, int] | None]]) -> None:
-    """Raise BackendError for rows that llama.cpp would refuse or compute wrongly.
-
-    rows: each id must continue without a gap from its last cell; the ids of a row are a subset of
-        those of every earlier row that shares one
-    tips: (id, bounds of its cells) for all ids of the rows
-    """
-    ends = {seq_id: None if bounds is None else bounds[1] for seq_id, bounds in tips}
-    earlier: list[set[int]] = []
-    for i, (pos, ids) in enumerate(zip(rows.positions.tolist(), rows.seq_ids, strict=True)):
-        own = set(ids)
-        for seq_id in ids:
-            end = ends[seq_id]
-            if end is not None and pos != end + 1:
-                raise BackendError(f"row {i} at position {pos} does not continue sequence "
-                                   f"{seq_id}, which ends at {end}")
-            ends[seq_id] = pos
-        if any(own & other and not own <= other for other in earlier):
-            raise BackendError(f"row {i}: sequence ids {ids} did not share the cell of an earlier "
-                               "row")
-        earlier.append(own)

@@ -15,7 +15,7 @@ import numpy as np
 from pipeinfer.core.types import FloatArray
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.gguf_parts import all_of, blocks_of, header_of
-from tests.kit.random_model import tiny, write_random_model
+from tests.kit.random_model import finish, tiny, write_random_model
 
 VOCAB = 300
 _WIDTH = 512  #: no less than tokens, so that their rows are orthogonal
@@ -29,6 +29,14 @@ def successors(seed: int = 0) -> list[int]:
     found = np.empty(VOCAB, int)
     found[order] = np.roll(order, -1)
     return [int(one) for one in found]
+
+
+def text_behind(prompt: list[int], count: int) -> list[int]:
+    """Return the tokens that follow a prompt."""
+    after, text = successors(), prompt[-1:]
+    for _ in range(count):
+        text.append(after[text[-1]])
+    return text[1:]
 
 
 def write_clockwork(path: Path, name: str, qtype: str = "Q8_0", **sizes: int) -> Path:
@@ -98,10 +106,7 @@ def write_eagle(path: Path, target: Path, taps: tuple[int, ...], seed: int = 0, 
     for name, shape in shapes.items():
         data = np.ones(shape) if len(shape) == 1 else rng.normal(0, shape[1] ** -0.5, shape)
         writer.add_tensor(f"{name}.weight", data.astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -3,7 +3,6 @@ architectures rest on. Knows one process; ranks and messages are tested elsewher
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,23 +10,13 @@ from typing import Any
 import numpy as np
 
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
-from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import FloatArray, Rows, make_rows
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.layers import barred, keeps_state
 from pipeinfer.models.shard import extract_shard, stage_layers
-from tests.kit.checked import CheckedLlama
+from tests.kit.llama import load
 
 Cut = list[tuple[int, int]]
-
-
-def load(path: str | os.PathLike[str], layers: tuple[int, int], total: int, **options: Any
-         ) -> LlamaCppBackend:
-    """A stage in one thread."""
-    return CheckedLlama.load(
-        path, layers=layers, n_layers_total=total, first=layers[0] == 0, last=layers[1] == total,
-        n_ctx=512, n_seq_max=4, n_batch=64, n_threads=1,
-        options=LlamaOptions(**options))
 
 
 def cuts_of(model: ModelFile) -> list[Cut]:

@@ -8,10 +8,12 @@ case is in the sample names what shows the same there: `full("what shows it")`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import uuid
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -83,6 +85,16 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         del os.environ["PIPEINFER_CACHE"]
     else:
         os.environ["PIPEINFER_CACHE"] = before
+
+
+@pytest.fixture
+def llama() -> Iterator[Callable[..., Any]]:
+    """`tests.kit.llama.load`; what it has loaded is closed behind the test."""
+    from tests.kit.llama import load
+
+    with contextlib.ExitStack() as loaded:
+        yield lambda *args, **given: loaded.enter_context(
+            contextlib.closing(load(*args, **given)))
 
 
 @pytest.fixture(scope="session", autouse=True)

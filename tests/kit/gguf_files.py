@@ -12,7 +12,7 @@ import pytest
 
 from pipeinfer.models.gguf import ModelFile
 from tests.kit import random_model
-from tests.kit.random_model import RandomSpec, write_random_model
+from tests.kit.random_model import RandomSpec, finish, write_random_model
 
 _OWN = ("GGUF.version", "GGUF.tensor_count", "GGUF.kv_count", "general.architecture")
 
@@ -57,10 +57,7 @@ def altered(source: Path, target: Path, tensors: dict[str, Any] | None = None,
         _add(writer, tensor.name, new)
     for name, new in changed.items():
         _add(writer, name, new)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return target
 
 
@@ -88,9 +85,6 @@ def split(whole: Path, directory: Path, count: int = 3, stem: str = "model") -> 
         writer.add_int32("split.tensors.count", len(reader.tensors))
         for tensor in reader.tensors[no::count]:
             writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
         paths.append(path)
     return paths

@@ -6,6 +6,7 @@ then mpirun's, then this parent's, which kills the whole process group.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ from typing import Any
 from pipeinfer.transport.settings import mpi_settings
 
 ROOT = Path(__file__).resolve().parents[2]
+PIPEINFER = [sys.executable, "-m", "pipeinfer"]
 #: a program that runs its arguments as `pipeinfer run` runs mpirun
 SUPERVISED = """
 import os, sys
@@ -77,6 +79,24 @@ def run(np: int, command: list[str], *, timeout: float = 120.0, mpi_args: tuple[
         process.wait()
         raise
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def answered(np: int, *words: Any, **options: Any) -> Any:
+    """The JSON that `pipeinfer generate WORDS` writes on `np` ranks; options: as `run` takes them.
+    Raises AssertionError with the log where it fails."""
+    done = run(np, [*PIPEINFER, "generate", "--json", *map(str, words)], **options)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def refused(np: int, *words: Any, code: int, says: str, lines: int = 0, **options: Any) -> None:
+    """Check that `pipeinfer WORDS` on `np` ranks ends with this exit code and a reason that holds
+    these words. lines: of standard error in all, if it is given; options: as `run` takes them."""
+    done = run(np, [*PIPEINFER, *map(str, words)], timeout=60, **options)
+    assert done.returncode == code, done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert lines in (0, len(done.stderr.splitlines())), done.stderr
 
 
 def start(command: list[str], *, timeout: float, stdin: bool = False, **env: str

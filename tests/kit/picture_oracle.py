@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
-from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import FloatArray, Media, Request, make_rows
 from pipeinfer.llama import binding, mtmd
 from pipeinfer.models.gguf import ModelFile
+from tests.kit.llama import load
 from tests.kit.simulated import cuts
 
 MARK = "<__media__>"
@@ -65,10 +65,7 @@ class WithHelper(mtmd.Projector):
 def reference(model: ModelFile, mmproj: Path, text: str, media: list[bytes], n: int,
               n_batch: int = 1024) -> tuple[list[FloatArray], list[int], tuple[Media, ...]]:
     """The logits after the prompt and `n` greedy tokens, the prompt's tokens and its pictures."""
-    total = model.n_layers
-    backend = LlamaCppBackend.load(
-        model.path, layers=(0, total), n_layers_total=total, first=True, last=True, n_ctx=2048,
-        n_seq_max=4, n_batch=n_batch, n_threads=1, options=LlamaOptions())
+    backend = load(model.path, n_ctx=2048, n_batch=n_batch)
     with WithHelper(mmproj, model.path) as projector:
         past = c_int32(0)
         assert projector.evaluate(projector._handle, backend._ctx, projector.chunks(text, media),
@@ -93,12 +90,9 @@ def _logits(backend: LlamaCppBackend, model: ModelFile) -> FloatArray:
 def plain_tokens(path: Path, mmproj: Path, text: str, media: list[bytes], n: int,
                  chunk: int = 64) -> list[int]:
     """Greedy tokens of one plain context that reads the prompt in the pieces of a pipeline."""
-    model = ModelFile(path)
     with WithHelper(mmproj, path) as projector:
         prompt, found = projector.prompt(text, media)
-    backend = LlamaCppBackend.load(
-        path, layers=(0, model.n_layers), n_layers_total=model.n_layers, first=True, last=True,
-        n_ctx=2048, n_seq_max=4, n_batch=1024, n_threads=1, options=LlamaOptions())
+    backend = load(path, n_ctx=2048, n_batch=1024)
     edges = sorted(cuts(Request(0, tuple(prompt), n, media=found), chunk))
     for start, stop in itertools.pairwise([*edges, *[len(prompt)] * (edges[-1] < len(prompt))]):
         shown = next((one for one in found if one.start <= start < one.stop), None)

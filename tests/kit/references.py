@@ -7,10 +7,11 @@ from pathlib import Path
 
 from pipeinfer.backends.base import Backend
 from pipeinfer.core.sampling import noise_key
-from pipeinfer.core.types import ALL_SEQS, END, FloatArray, SamplingParams, make_rows
+from pipeinfer.core.types import ALL_SEQS, END, FloatArray, SamplingParams
 from pipeinfer.models.locate import EMBEDDED, open_tokenizer
 from pipeinfer.planning.wide import shares_of
 from tests.kit.plain_loop import PlainLoop
+from tests.kit.rows import chunk
 from tests.kit.sliced_loop import SlicedLoop
 
 TARGET = EMBEDDED / "target.gguf"
@@ -32,11 +33,9 @@ class StagedLoop(PlainLoop):
             stage.seq_rm(ALL_SEQS, 0, END)
 
     def decode(self, tokens: Sequence[int], position: int) -> FloatArray:
-        rows = make_rows([(token, position + i, (0,), i == len(tokens) - 1)
-                          for i, token in enumerate(tokens)])
         values: FloatArray | None = None
         for stage in self._stages:
-            values = stage.decode(rows, values)
+            values = stage.decode(chunk(tokens, position), values)
         assert values is not None
         return values[0]
 
@@ -46,13 +45,19 @@ def seeded(seed: int, temperature: float = 0.8) -> SamplingParams:
     return SamplingParams(temperature, 40, 0.95, 0.05, key=noise_key(seed))
 
 
+def encoded(path: Path, text: str) -> list[int]:
+    """The tokens of a text, by the tokenizer of a model."""
+    tokenizer = open_tokenizer(path)
+    tokens = tokenizer.encode(text)
+    tokenizer.close()
+    return tokens
+
+
 def alone(prompt: str, count: int, params: SamplingParams = GREEDY, *, slices: int = 1,
           ignore_eos: bool = True, path: Path = TARGET) -> list[int]:
     """Tokens of a plain loop over the whole model, or over one stage of so many slices: other
     slices are other roundings."""
-    tokenizer = open_tokenizer(path)
-    tokens = tokenizer.encode(prompt)
-    tokenizer.close()
+    tokens = encoded(path, prompt)
     loop = PlainLoop(path) if slices == 1 else SlicedLoop(path, (12,), shares_of("", (slices,)))
     found: list[int] = loop.generate(tokens, count, params, ignore_eos=ignore_eos)
     loop.close()

@@ -28,14 +28,24 @@ def signals_kept() -> Iterator[None]:
 
 def refusal(command: click.Command, words: Sequence[str]) -> tuple[int, str]:
     """The exit code and the line with which `command` would end; an AssertionError where it does
-    anything else."""
+    anything else, such as to blame the job and not what it was given."""
     with signals_kept():
         done = CliRunner().invoke(command, list(words))
     if isinstance(done.exception, PipeinferError):
-        return done.exception.exit_code, str(done.exception)
+        code, line = done.exception.exit_code, str(done.exception)
+        assert code in (2, 3, 4, 5), line
+        assert "\n" not in line
+        return code, line
     assert isinstance(done.exception, SystemExit), (done.exception, done.output)
     assert done.exit_code != 0, done.output
     return done.exit_code, done.stderr
+
+
+def assert_refused(command: click.Command, words: Sequence[str], code: int, says: str) -> None:
+    """Check that `command` would end with this exit code, and a line that holds these words."""
+    found, line = refusal(command, words)
+    assert found == code, line
+    assert says in line
 
 
 def output(command: click.Command, words: Sequence[str]) -> str:

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -16,9 +15,11 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tests.kit import launch
+import psutil
 
-PIPEINFER = [sys.executable, "-m", "pipeinfer"]
+from tests.kit import launch
+from tests.kit.launch import PIPEINFER as PIPEINFER
+
 SECONDS = 90.0
 
 
@@ -82,6 +83,17 @@ class Served:
         while not true():
             assert time.monotonic() < deadline, f"{what} did not come\n{''.join(self.log)}"
             time.sleep(0.02)
+
+    def door(self) -> psutil.Process:
+        """The HTTP process."""
+        (found,) = (p for p in psutil.Process(self.process.pid).children(recursive=True)
+                    if "pipeinfer.server" in p.cmdline())
+        return found
+
+    def leave(self) -> None:
+        """Ask it to end. Raises AssertionError with the log where that is no good end."""
+        self.process.send_signal(signal.SIGUSR1)
+        assert self.end() == 0, "".join(self.log)
 
     def end(self, timeout: float = 60.0) -> int:
         """Its exit code; the reader has seen the whole log."""

@@ -25,6 +25,7 @@ from pipeinfer.core.types import (
     Choice,
     Request,
     SeqCopy,
+    SeqJoin,
     SeqKeep,
     SeqRemove,
 )
@@ -84,6 +85,11 @@ class Cell:
     ids: set[int]
     token: int
     made: tuple[int, int] = (0, 1)  # first position and rows of the run that computed it
+    joined: bool = False  # it belongs to the start of its sequences, whatever its position
+
+    def within(self, p0: int, p1: int) -> bool:
+        """Whether an operation over these positions reaches it."""
+        return p0 == 0 if self.joined else p0 <= self.pos < p1
 
 
 @dataclass
@@ -97,21 +103,26 @@ class KvModel:
             match op:
                 case SeqRemove(seq_id, p0, p1):
                     for cell in self.cells:
-                        if p0 <= cell.pos < p1:
+                        if cell.within(p0, p1):
                             if seq_id == ALL_SEQS:
                                 cell.ids.clear()
                             cell.ids.discard(seq_id)
                 case SeqCopy(src, dst, p0, p1):
                     for cell in self.cells:
-                        if src in cell.ids and p0 <= cell.pos < p1:
+                        if src in cell.ids and cell.within(p0, p1):
                             cell.ids.add(dst)
+                case SeqJoin(src, dst):
+                    for cell in self.cells:
+                        if src in cell.ids and dst not in cell.ids:
+                            cell.ids.add(dst)
+                            cell.joined = True
                 case SeqKeep(seq_id):
                     for cell in self.cells:
                         cell.ids &= {seq_id}
             self.cells = [c for c in self.cells if c.ids]
 
     def view(self, seq_id, pos):
-        return sorted((c for c in self.cells if seq_id in c.ids and c.pos <= pos),
+        return sorted((c for c in self.cells if seq_id in c.ids and (c.pos <= pos or c.joined)),
                       key=lambda c: c.pos)
 
 
@@ -222,6 +233,20 @@ class Pipeline:
     def submit(self, request: Request):
         self.output[request.request_id] = []
         self.feed(Enqueue(request))
+
+    def answer(self, prompt, count, request_id=0):
+        """The statistics of one more request, which is computed whole."""
+        self.submit(Request(request_id, tuple(prompt), count))
+        self.drain()
+        assert self.output[request_id] == plain(tuple(prompt), count, self.n_vocab)
+        return self.stats(request_id)
+
+    def stats(self, request_id=0):
+        return next(i.stats for i in self.log
+                    if isinstance(i, Finish) and i.request_id == request_id)
+
+    def runs(self, since=0):
+        return [i for i in self.log[since:] if isinstance(i, Decode)]
 
     def abort(self, request_id):
         self.feed(AbortRequest(request_id, "abort"))
@@ -418,13 +443,10 @@ class Lossy:
         """The stages, what they were at and what they have answered are gone. Old drafts may
         still answer: the draft lives at the head."""
         self.lost += 1
-        self.stages = [self.new_stage() for _ in range(n_stages)]
+        self.stages = [Stage() for _ in range(n_stages)]
         self.results.clear()
         self.cancels.clear()
         self.feed(Restart(limits or self.scheduler.limits))
-
-    def new_stage(self):
-        return Stage()
 
 
 class LossyPipeline(Lossy, Pipeline):

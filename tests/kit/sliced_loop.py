@@ -12,16 +12,17 @@ from collections.abc import Sequence
 
 from pipeinfer.backends.composed import WideBackend
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
-from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.backends.team import TeamShape
-from pipeinfer.core.types import ALL_SEQS, END, FloatArray, make_rows
+from pipeinfer.core.types import ALL_SEQS, END, FloatArray
 from pipeinfer.models.embedding import EmbeddingTable
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import extract_shard
 from pipeinfer.models.slices import slices_of
 from pipeinfer.runtime.port_team import PortTeam
 from pipeinfer.transport.inproc import local_ports
+from tests.kit.llama import load
 from tests.kit.plain_loop import FEW, PlainLoop
+from tests.kit.rows import chunk
 
 
 class SlicedLoop(PlainLoop):
@@ -40,11 +41,10 @@ class SlicedLoop(PlainLoop):
         for (start, stop), parts in zip(itertools.pairwise(bounds), shares, strict=True):
             cut = slices_of(model, parts)
             last = stop == model.n_layers
-            slices = [LlamaCppBackend.load(
-                extract_shard(model, start, stop, piece=one, cache_dir=cache_dir),
-                layers=(start, stop), n_layers_total=model.n_layers, first=False, last=last,
-                n_ctx=n_ctx, n_seq_max=1, n_batch=n_batch, n_threads=1,
-                options=LlamaOptions(layer_callbacks=False)) for one in cut]
+            slices = [load(
+                extract_shard(model, start, stop, piece=one, cache_dir=cache_dir), (start, stop),
+                model.n_layers, first=False, n_ctx=n_ctx, n_seq_max=1, n_batch=n_batch,
+                layer_callbacks=False) for one in cut]
             self._loaded += slices
             shape = TeamShape((tuple(range(len(cut))),), 0, sum_type, 0,
                               tuple(one.vocab for one in cut) if last else ())
@@ -71,8 +71,7 @@ class SlicedLoop(PlainLoop):
             for i, token in enumerate(tokens[:-1]):
                 self.decode([token], position + i)
             return self.decode(tokens[-1:], position + len(tokens) - 1)
-        rows = make_rows([(token, position + i, (0,), i == len(tokens) - 1)
-                          for i, token in enumerate(tokens)])
+        rows = chunk(tokens, position)
         values: FloatArray | None = None
         for backend, team in self._stages:
             team.begin(self._run, cancelled=False)

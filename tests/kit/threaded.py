@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pipeinfer.core.types import ALL_SEQS, Choice, SeqCopy, SeqJoin, SeqKeep, SeqRemove
+from pipeinfer.core.types import Choice
 from pipeinfer.strategies.decomposers.base import (
     MAIN,
     Close,
@@ -21,8 +21,7 @@ from pipeinfer.strategies.decomposers.base import (
     Skip,
     TokenVocabulary,
 )
-from tests.kit import simulated
-from tests.kit.simulated import Cell, Pipeline, Stage
+from tests.kit.simulated import Cell, Pipeline
 
 EOS = 0
 
@@ -74,52 +73,12 @@ class Words:
         return mix(pairs, pos, 0, range(len(weights)), weights)
 
 
-class JoinedCell(Cell):
-    joined = False
-
-
-@dataclass
-class KvModel(simulated.KvModel):
-    """Cells that may be joined."""
-
-    def _in(self, cell, p0, p1):
-        return p0 == 0 if getattr(cell, "joined", False) else p0 <= cell.pos < p1
-
-    def apply(self, ops):
-        for op in ops:
-            match op:
-                case SeqRemove(seq_id, p0, p1):
-                    for cell in self.cells:
-                        if self._in(cell, p0, p1):
-                            if seq_id == ALL_SEQS:
-                                cell.ids.clear()
-                            cell.ids.discard(seq_id)
-                case SeqCopy(src, dst, p0, p1):
-                    for cell in self.cells:
-                        if src in cell.ids and self._in(cell, p0, p1):
-                            cell.ids.add(dst)
-                case SeqJoin(src, dst):
-                    for cell in self.cells:
-                        if src in cell.ids and dst not in cell.ids:
-                            cell.ids.add(dst)
-                            cell.joined = True
-                case SeqKeep(seq_id):
-                    for cell in self.cells:
-                        cell.ids &= {seq_id}
-            self.cells = [c for c in self.cells if c.ids]
-
-    def view(self, seq_id, pos):
-        return [c for c in self.cells if seq_id in c.ids
-                and (c.pos <= pos or getattr(c, "joined", False))]
-
-
 class ThreadedPipeline(Pipeline):
     """Rows see cells by id and position; each choice is the hash of what it sees."""
 
     def __init__(self, limits, words, **options):
         super().__init__(limits, n_vocab=len(words.texts), **options)
         self.words = words
-        self.stages = [Stage(kv=KvModel()) for _ in self.stages]
         self.params = {}
         self.emitted = []
 
@@ -139,8 +98,7 @@ class ThreadedPipeline(Pipeline):
         rows, out = item.rows, []
         for token, pos, ids in zip(rows.tokens.tolist(), rows.positions.tolist(), rows.seq_ids,
                                    strict=True):
-            cell = JoinedCell(pos, set(ids), token)
-            stage.kv.cells.append(cell)
+            stage.kv.cells.append(Cell(pos, set(ids), token))
         for i, (pos, ids) in enumerate(zip(rows.positions.tolist(), rows.seq_ids, strict=True)):
             if rows.outputs[i]:
                 seen = [(c.pos, c.token) for c in stage.kv.view(ids[0], pos)]

@@ -18,7 +18,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from pipeinfer.backends.pytorch.backend import TorchBackend
 from pipeinfer.backends.pytorch.options import TorchOptions
-from pipeinfer.core.types import make_rows
 
 torch.set_num_threads(1)
 
@@ -85,10 +84,6 @@ def load(path, layers=None, **changes):
     sizes = {"n_ctx": 512, "n_seq_max": 8, "n_batch": 64, "n_threads": 1,
              "options": TorchOptions(device="cpu")}
     return TorchBackend.load(path, layers=layers, **(sizes | changes))
-
-
-def chain(tokens, first=0, ids=(0,), outputs=True):
-    return make_rows([(int(t), first + i, ids, outputs) for i, t in enumerate(tokens)])
 
 
 def tokens_of(count, seed=0):

@@ -5,9 +5,7 @@ logits that are the same bits for the same path whatever was decoded beside it: 
 one by one, each over its visible cells in order of position. The residual stream is rounded to
 float32 after every layer, so a pipeline gives the same bits as the whole model.
 
-A *tainted* cell stands for one whose computation was skipped. Its values are NaN, so whatever is
-computed from it is tainted in turn, through all stages; a wanted row of logits that depends on one
-raises. Nothing here knows runs, ranks or tokens' meaning.
+Nothing here knows runs, ranks or tokens' meaning.
 """
 
 from __future__ import annotations
@@ -22,7 +20,8 @@ from msgspec import Struct, structs
 
 from pipeinfer.backends.base import NO_VIEWS, Capabilities, ShardInfo
 from pipeinfer.core.types import ALL_SEQS, FloatArray, Rows
-from pipeinfer.errors import BackendError, PlanError
+from pipeinfer.errors import BackendError
+from tests.kit.sequence_rules import check_continued, check_ids, check_shared
 
 Matrix = npt.NDArray[np.float64]
 
@@ -88,16 +87,16 @@ def _normed(x: Matrix) -> Matrix:
 class ToyBackend:
     """One shard of a toy model. See `backends.base.Backend` for the contract of each call.
 
-    log: every call as a tuple, `("decode", tokens, positions, seq_ids, outcome)` with outcome
-    "done", "stopped" or "failed", `("seq_rm", id, p0, p1)` and so on; None unless asked for.
+    It refuses what llama.cpp refuses (gaps in a sequence) and what that silently computes wrongly
+    (two cells of an id at one position).
+
+    log: the tokens of every decode, as ("decode", tokens); None unless asked for.
     """
 
-    def __init__(
-        self, spec: ToySpec, info: ShardInfo, strict: bool, log: list[tuple[Any, ...]] | None
-    ) -> None:
-        self.spec, self.info, self.strict, self.log = spec, info, strict, log
+    def __init__(self, spec: ToySpec, info: ShardInfo, log: list[tuple[Any, ...]] | None) -> None:
+        self.spec, self.info, self.log = spec, info, log
         self.capabilities = Capabilities(
-            free_positions=not strict,
+            free_positions=False,
             separate_views=False,
             embedding_rows=True,
             stops_inside=True,
@@ -123,19 +122,12 @@ class ToyBackend:
         n_ctx: int = 512,
         n_seq_max: int = 64,
         n_batch: int = 64,
-        strict: bool = True,
         log: bool = False,
     ) -> ToyBackend:
-        """The layers `[start, stop)` of `spec`, by default all of them.
-
-        strict: refuse what llama.cpp refuses (gaps in a sequence) and what it silently computes
-        wrongly (two cells of an id at one position). Raises PlanError for an impossible range.
-        """
+        """The layers `[start, stop)` of `spec`, by default all of them."""
         spec = spec or ToySpec()
         stop = spec.n_layers if stop is None else stop
-        if not 0 <= start < stop <= spec.n_layers:
-            raise PlanError(f"layers {start} to {stop} are not a range within {spec.n_layers} "
-                            "layers")
+        assert 0 <= start < stop <= spec.n_layers
         info = ShardInfo(
             architecture="toy",
             layers=(start, stop),
@@ -150,7 +142,7 @@ class ToyBackend:
             weight_bytes=(stop - start) * 8 * spec.n_embd**2 * 8,
             cache_bytes=(stop - start) * n_ctx * spec.n_embd * 16,
         )
-        return cls(spec, info, strict, [] if log else None)
+        return cls(spec, info, [] if log else None)
 
     def decode(
         self,
@@ -158,26 +150,16 @@ class ToyBackend:
         hidden: FloatArray | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> FloatArray | None:
-        """See `Backend.decode`. Raises BackendError, too, when a wanted row of logits depends on
-        a tainted cell."""
-        outcome = "failed"
-        cells: list[int] = []
+        """See `Backend.decode`."""
+        if self.log is not None:
+            self.log.append(("decode", rows.tokens.tolist()))
+        cells, result = self._claim(rows, hidden), None
         try:
-            cells = self._claim(rows, hidden)
             result = self._compute(rows, hidden, should_stop, cells)
-            outcome = "stopped" if result is None else "done"
             return result
         finally:
-            if outcome != "done":
+            if result is None:
                 self._free(cells)
-            if self.log is not None:
-                columns = (rows.tokens.tolist(), rows.positions.tolist(), rows.seq_ids)
-                self.log.append(("decode", *columns, outcome))
-
-    def taint(self, rows: Rows) -> None:
-        """Claim the cells of `rows` without computing them: what a skipped run leaves behind."""
-        cells = self._claim(rows, np.zeros((len(rows), self.info.n_embd), np.float32))
-        self._keys[:, cells] = self._values[:, cells] = np.nan
 
     def seq_rm(self, seq_id: int, p0: int, p1: int) -> None:
         """See `Backend.seq_rm`."""
@@ -187,21 +169,16 @@ class ToyBackend:
         else:
             self._member[seq_id, inside] = False
         self._sweep()
-        self._note("seq_rm", seq_id, p0, p1)
 
     def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
-        """See `Backend.seq_cp`. Strict: BackendError when `dst` would hold a position twice."""
+        """See `Backend.seq_cp`. BackendError when `dst` would hold a position twice."""
         inside = self._member[src] & (self._pos >= p0) & (self._pos < p1)
-        if self.strict:
-            added = self._pos[inside & ~self._member[dst]]
-            twice = np.intersect1d(added, self._pos[self._member[dst]])
-            if len(twice):
-                raise BackendError(
-                    f"seq_cp {src} -> {dst} over [{p0}, {p1}): {dst} already has a cell at "
-                    f"position {twice[0]}"
-                )
+        added = self._pos[inside & ~self._member[dst]]
+        twice = np.intersect1d(added, self._pos[self._member[dst]])
+        if len(twice):
+            raise BackendError(f"seq_cp {src} -> {dst} over [{p0}, {p1}): {dst} already has a cell "
+                               f"at position {twice[0]}")
         self._member[dst] |= inside
-        self._note("seq_cp", src, dst, p0, p1)
 
     def seq_keep(self, seq_id: int) -> None:
         """See `Backend.seq_keep`."""
@@ -209,7 +186,6 @@ class ToyBackend:
         self._member[:] = False
         self._member[seq_id] = kept
         self._sweep()
-        self._note("seq_keep", seq_id)
 
     def close(self) -> None:
         """See `Backend.close`."""
@@ -232,10 +208,6 @@ class ToyBackend:
             for c in taken
         ]
         return sorted(pairs, key=lambda pair: (pair[0], sorted(pair[1])))
-
-    def _note(self, *entry: Any) -> None:
-        if self.log is not None:
-            self.log.append(entry)
 
     def _sweep(self) -> None:
         """Free the cells that no id holds."""
@@ -261,7 +233,9 @@ class ToyBackend:
         tokens = rows.tokens if hidden is None else rows.tokens[:0]
         if ((tokens < 0) | (tokens >= info.n_vocab)).any():
             raise BackendError("a token id is outside the vocabulary")
-        self._check_sequences(rows)
+        check_ids(rows, info.n_seq_max)
+        check_continued(rows, self.seq_bounds)
+        check_shared(rows)
         free = np.flatnonzero(self._pos < 0)
         if len(free) < n:
             raise BackendError(f"no free cells for {n} rows in a cache of {info.n_ctx} cells; "
@@ -271,31 +245,6 @@ class ToyBackend:
             self._pos[cell] = pos
             self._member[list(ids), cell] = True
         return cells
-
-    def _check_sequences(self, rows: Rows) -> None:
-        """llama.cpp's rules, and with `strict` those that it leaves to its caller."""
-        tips: dict[int, int] = {}
-        earlier: list[set[int]] = []
-        for i, (pos, ids) in enumerate(zip(rows.positions.tolist(), rows.seq_ids, strict=True)):
-            own = set(ids)
-            if not own or len(own) != len(ids) or min(own) < 0 or max(own) >= self.info.n_seq_max:
-                raise BackendError(f"row {i} has bad sequence ids {ids}")
-            if not self.strict:
-                continue
-            for seq_id in ids:
-                if seq_id not in tips:
-                    bounds = self.seq_bounds(seq_id)
-                    tips[seq_id] = pos - 1 if bounds is None else bounds[1]
-                if pos != tips[seq_id] + 1:
-                    raise BackendError(
-                        f"row {i} at position {pos} does not continue sequence {seq_id}, which "
-                        f"ends at {tips[seq_id]}"
-                    )
-                tips[seq_id] = pos
-            if any(own & other and not own <= other for other in earlier):
-                raise BackendError(f"row {i}: sequence ids {ids} did not share the cell of an "
-                                   "earlier row")
-            earlier.append(own)
 
     def _compute(
         self,
@@ -311,14 +260,10 @@ class ToyBackend:
             stream = np.stack(placed).astype(np.float32)
         else:
             stream = np.array(hidden, np.float32)
-        visible = [self._visible(p, ids[0]) for p, ids in zip(positions, rows.seq_ids, strict=True)]
         for i, layer in enumerate(self._layers):
-            inputs = [_normed(row.astype(np.float64)) for row in stream]
-            for x, cell in zip(inputs, cells, strict=True):
-                self._keys[i, cell] = layer.key.dot(x)
-                self._values[i, cell] = layer.value.dot(x)
-            for j, x in enumerate(inputs):
-                stream[j] = self._layer_row(i, layer, stream[j].astype(np.float64), x, visible[j])
+            for j, mixed in enumerate(self._attended(i, rows, stream, cells)):
+                row = stream[j] + layer.output.dot(mixed)
+                stream[j] = row + layer.down.dot(np.tanh(layer.up.dot(_normed(row))))
             work_left = self.info.last or i + 1 < len(self._layers)
             if work_left and should_stop is not None and should_stop():
                 return None
@@ -326,15 +271,20 @@ class ToyBackend:
             return stream
         return self._logits(rows, stream)
 
-    def _layer_row(
-        self, index: int, layer: _Layer, stream: Matrix, x: Matrix, cells: npt.NDArray[np.intp]
-    ) -> FloatArray:
-        scores = self._keys[index, cells].dot(layer.query.dot(x)) / np.sqrt(len(x))
-        weights = np.exp(scores - scores.max())
-        mixed = weights.dot(self._values[index, cells]) / weights.sum()
-        stream = stream + layer.output.dot(mixed)
-        stream = stream + layer.down.dot(np.tanh(layer.up.dot(_normed(stream))))
-        return stream.astype(np.float32)
+    def _attended(self, index: int, rows: Rows, stream: FloatArray, cells: list[int]
+                  ) -> list[Matrix]:
+        """Store the keys and values of one layer; what each row reads of those that it sees."""
+        layer, found = self._layers[index], []
+        inputs = [_normed(row.astype(np.float64)) for row in stream]
+        for x, cell in zip(inputs, cells, strict=True):
+            self._keys[index, cell] = layer.key.dot(x)
+            self._values[index, cell] = layer.value.dot(x)
+        for x, pos, ids in zip(inputs, rows.positions.tolist(), rows.seq_ids, strict=True):
+            seen = self._visible(pos, ids[0])
+            scores = self._keys[index, seen].dot(layer.query.dot(x)) / np.sqrt(len(x))
+            weights = np.exp(scores - scores.max())
+            found.append(weights.dot(self._values[index, seen]) / weights.sum())
+        return found
 
     def _visible(self, pos: int, view: int) -> npt.NDArray[np.intp]:
         """Cells that a row at `pos` looking through `view` sees, in order of position."""
@@ -350,11 +300,6 @@ class ToyBackend:
         out = np.empty((len(wanted), self.spec.n_vocab), np.float32)
         for k, j in enumerate(wanted.tolist()):
             out[k] = self._head.dot(_normed(stream[j].astype(np.float64)))
-            if np.isnan(out[k, 0]):
-                raise BackendError(
-                    f"row {j} (position {rows.positions[j]}, ids {rows.seq_ids[j]}) depends on a "
-                    "tainted cell"
-                )
             if self.spec.agreement < 1.0 and self._disagrees(
                 int(rows.tokens[j]), int(rows.positions[j])
             ):

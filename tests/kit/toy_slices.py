@@ -37,19 +37,9 @@ class ToySlice(ToyBackend):
         stream = np.array(hidden, np.float32)
         own = slice(*bounds(self.spec.n_embd, self.count)[self.index])
         wide = slice(*bounds(2 * self.spec.n_embd, self.count)[self.index])
-        positions = rows.positions.tolist()
-        visible = [self._visible(p, ids[0])
-                   for p, ids in zip(positions, rows.seq_ids, strict=True)]
         for i, layer in enumerate(self._layers):
-            inputs = [_normed(row.astype(np.float64)) for row in stream]
-            for x, cell in zip(inputs, cells, strict=True):
-                self._keys[i, cell] = layer.key.dot(x)
-                self._values[i, cell] = layer.value.dot(x)
             part = np.empty_like(stream)
-            for j, x in enumerate(inputs):
-                scores = self._keys[i, visible[j]].dot(layer.query.dot(x)) / np.sqrt(len(x))
-                weights = np.exp(scores - scores.max())
-                mixed = weights.dot(self._values[i, visible[j]]) / weights.sum()
+            for j, mixed in enumerate(self._attended(i, rows, stream, cells)):
                 part[j] = layer.output[:, own].dot(mixed[own])
             if not self._summed(part, i, feed_forward=False):
                 return None

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import subprocess
 import sys
-import threading
 
 import pytest
 from click.testing import CliRunner
@@ -26,6 +24,7 @@ from pipeinfer_lab.commands.compare import (
 from pipeinfer_lab.commands.comparison import Answer, by_kind, geometric, rows_of
 from pipeinfer_lab.quality.judge import controlled
 from pipeinfer_lab.quality.prompt import Prompt
+from tests.kit.answering import answering, spoken
 
 
 def answer(method, seconds, steps, tokens, visible, *, exact=True, text="t"):
@@ -75,11 +74,16 @@ def test_judgements_count_against_the_plain_answer_and_by_kind(monkeypatch):
     asked = [Prompt("Which?", reference="a", kind="x"), Prompt("Why?", kind="y")]
     for one, prompt in zip([*plain, *cod], asked * 2, strict=True):
         one.kind = prompt.kind
-    judge = Judge()
+    asked_for = []
+
+    def judge(body, headers):
+        asked_for.append(body["messages"][0]["content"])
+        return spoken(judgement(asked_for[-1]))
+
     assert "Connection refused" in judge_all("http://127.0.0.1:1/v1", "m", "both", asked,
                                              {"plain": plain, "cod": cod})
-    with judge:
-        assert "1 judgements" in judge_all(judge.url, "m", "both", asked,
+    with answering(judge) as url:
+        assert "1 judgements" in judge_all(f"{url}/v1", "m", "both", asked,
                                            {"plain": plain, "cod": cod})
     assert [a.rating for a in (*plain, *cod)] == [2, 1, 4, 3]
     assert [a.won for a in cod] == [1.0, None]  # longer is better, and once it cannot be read
@@ -90,45 +94,15 @@ def test_judgements_count_against_the_plain_answer_and_by_kind(monkeypatch):
         ("x", "plain", 2), ("x", "cod", 4), ("y", "plain", 1), ("y", "cod", 3)]
     assert "| mark |" in comparison.table_text(kinds)
     assert "| won |" not in comparison.table_text([rows["plain"]])  # nothing is known of it
-    assert "Reference answer: a\n" in judge.asked[1]  # the first only asks whether it is there
+    assert "Reference answer: a\n" in asked_for[1]  # the first only asks whether it is there
 
 
-class Judge(http.server.BaseHTTPRequestHandler):
-    """An OpenAI-compatible judge: marks by length, the longer text wins, "Why?" has no winner."""
-
-    def __init__(self, *request):
-        if request:
-            super().__init__(*request)
-            return
-        self.asked = Judge.seen = []
-
-    def __enter__(self):
-        self.served = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Judge)
-        threading.Thread(target=self.served.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.served.server_port}/v1"
-        return self
-
-    def __exit__(self, *_):
-        self.served.shutdown()
-        self.served.server_close()
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        text = body["messages"][0]["content"]
-        Judge.seen.append(text)
-        if "Answer A:" in text:
-            first, second = text.split("Answer A:\n")[1].split("\n\nAnswer B:\n")
-            said = "neither" if "Why?" in text else "A" if len(first) > len(second) else "B 0.9"
-        else:
-            said = f"Reason: 5 of them. Score: {len(text.rpartition('answer: ')[2])}"
-        answer = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, *_):
-        pass
+def judgement(text):
+    """Of a judge who marks by length and says that the longer text wins; "Why?" has no winner."""
+    if "Answer A:" not in text:
+        return f"Reason: 5 of them. Score: {len(text.rpartition('answer: ')[2])}"
+    first, second = text.split("Answer A:\n")[1].split("\n\nAnswer B:\n")
+    return "neither" if "Why?" in text else "A" if len(first) > len(second) else "B 0.9"
 
 
 def test_methods_that_take_more_steps_than_plain_decoding_are_named():

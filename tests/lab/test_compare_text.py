@@ -2,47 +2,31 @@
 
 from __future__ import annotations
 
-import http.server
 import json
-import threading
 
 import pytest
 from click.testing import CliRunner
 
 from pipeinfer_lab.commands.compare_text import compare_text_command, first_difference
+from tests.kit.answering import answering
 
 PROMPTS = ["one", "two", "three", "four"]
 
 
-class _Server(http.server.BaseHTTPRequestHandler):
-    """Echoes a prompt, and another last letter where it guesses and the prompt has a t."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert body["temperature"] == 0
-        assert body["max_tokens"] == 5
-        assert self.headers["Authorization"] == "Bearer secret"
-        end = "B" if body.get("guesses") and "t" in body["prompt"] else "A"
-        text = json.dumps({"choices": [{"text": f"so {body['prompt']} {end}"}]}).encode()
-        status = 500 if body["prompt"] == "fail" else 200
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_):
-        pass
+def echo(body, headers):
+    """The prompt, and another last letter where the server guesses and the prompt has a t."""
+    assert body["temperature"] == 0
+    assert body["max_tokens"] == 5
+    assert headers["Authorization"] == "Bearer secret"
+    end = "B" if body.get("guesses") and "t" in body["prompt"] else "A"
+    return 500 if body["prompt"] == "fail" else 200, {
+        "choices": [{"text": f"so {body['prompt']} {end}"}]}
 
 
 @pytest.fixture
 def url():
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Server)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with answering(echo) as found:
+        yield found
 
 
 def run(tmp_path, *words, prompts=PROMPTS):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 
-import numpy as np
 import pytest
 
 from benchmarks.methods import replicas
 from benchmarks.methods.heldout import prompts
-from pipeinfer.core.sampling import choose, noise_key
+from pipeinfer.core.sampling import noise_key
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.locate import EMBEDDED, open_tokenizer
 from tests.kit import launch
@@ -18,16 +18,6 @@ from tests.kit.plain_loop import PlainLoop
 from tests.kit.sample import full
 
 TARGET = EMBEDDED / "target.gguf"
-
-
-def plain(prompt, count, params):
-    loop, tokens = PlainLoop(TARGET), list(prompt)
-    logits = loop.decode(tokens, 0)
-    while len(tokens) < len(prompt) + count:
-        tokens.append(choose(logits, params, np.zeros(0, np.int32), len(tokens) - 1).token)
-        logits = loop.decode(tokens[-1:], len(tokens) - 1)
-    loop.close()
-    return tokens[len(prompt):]
 
 
 @pytest.mark.parametrize("temp", [full(0.0), 0.8])
@@ -40,7 +30,8 @@ def test_tokens_are_plain_ones_and_steps_do_not_depend_on_the_ranks(temp):
         assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout))
     (prompt,) = prompts(open_tokenizer(TARGET), 1, 200)
-    wanted = plain(prompt, 40, SamplingParams(temp, key=noise_key(1)))
+    with contextlib.closing(PlainLoop(TARGET)) as loop:
+        wanted = loop.generate(prompt, 40, SamplingParams(temp, key=noise_key(1)))
     assert [one["tokens"][0][:40] for one in found] == [wanted] * 3
     assert len({one["steps"] for one in found}) == 1
     assert found[0]["steps"] < 40  # n-grams were accepted

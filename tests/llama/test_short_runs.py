@@ -52,6 +52,15 @@ def sgemm():
     return found
 
 
+def product(sgemm, sizes, arrays, lengths, kinds, thread=0, threads=1):
+    """Whether a thread's part of a product was taken. sizes: rows of weights, rows, blocks;
+    arrays, lengths: addresses of weights, rows, results, and what their rows are long."""
+    team = Team(thread, threads, 0, None, None)
+    places = [each for array, length in zip(arrays, lengths, strict=True)
+              for each in (array, ctypes.c_int64(length))]
+    return sgemm(ctypes.byref(team), *map(ctypes.c_int64, sizes), *places, *kinds, 0)
+
+
 def address(array):
     return ctypes.c_void_p(array.ctypes.data)
 
@@ -110,12 +119,9 @@ def test_every_row_has_the_bits_that_it_has_alone(
     right = partner_rows(partner, values.astype(np.float32))
     found = np.full((rows, weights + spare), np.nan, np.float32)
     for thread in range(threads):
-        team = Team(thread, threads, 0, None, None)
-        assert sgemm(ctypes.byref(team), *map(ctypes.c_int64, (
-            weights, rows, count // elements)), address(left),
-            ctypes.c_int64(count // elements), address(right),
-            ctypes.c_int64(count // PARTNERS[partner][0]), address(found),
-            ctypes.c_int64(weights + spare), kind, partner, 0)
+        assert product(sgemm, (weights, rows, count // elements), map(address, (
+            left, right, found)), (count // elements, count // PARTNERS[partner][0],
+                                   weights + spare), (kind, partner), thread, threads)
     one = ctypes.c_float()
     for row in range(rows):
         for weight in range(weights):
@@ -130,20 +136,13 @@ def test_every_row_has_the_bits_that_it_has_alone(
     (short_runs.MOST_ROWS, 1, 0),  # the same of floats: llamafile's order is another one
 ])
 def test_what_has_to_be_converted_first_is_not_taken(sgemm, rows, kind, partner):
-    team = Team(0, 1, 0, None, None)
-    none = ctypes.c_void_p()
-    assert not sgemm(ctypes.byref(team), *map(ctypes.c_int64, (1, rows, 1)), none,
-                     ctypes.c_int64(1), none, ctypes.c_int64(1), none, ctypes.c_int64(1), kind,
-                     partner, 0)
+    assert not product(sgemm, (1, rows, 1), [ctypes.c_void_p()] * 3, (1, 1, 1), (kind, partner))
 
 
 def test_rows_that_no_kernel_divides_are_llama_cpps(sgemm):
     """Of 40 floats; there would be memory for them."""
-    team, room = Team(0, 1, 0, None, None), np.zeros(256, np.float32)
-    at = address(room)
-    length = ctypes.c_int64(40)
-    assert not sgemm(ctypes.byref(team), *map(ctypes.c_int64, (1, 2, 40)), at, length, at, length,
-                     at, ctypes.c_int64(1), 1, 1, 0)
+    room = np.zeros(256, np.float32)
+    assert not product(sgemm, (1, 2, 40), [address(room)] * 3, (40, 40, 1), (1, 1))
 
 
 def test_every_type_has_llama_cpps_bits_on_this_processor(sgemm):

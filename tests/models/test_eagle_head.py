@@ -10,7 +10,7 @@ from pipeinfer.errors import ModelError, UsageError
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.heads import CompletedHead, complete
 from pipeinfer.models.shard_cache import store
-from tests.kit.random_model import RandomSpec, write_random_model
+from tests.kit.random_model import RandomSpec, finish, write_random_model
 
 VOCABULARY, WIDTH = 320, 64
 CHOSEN = np.array([3, 4, 5, 9, 200, 201, 319], np.int64)
@@ -36,10 +36,7 @@ def write(path, own=(), chosen=CHOSEN, architecture="eagle3", width=WIDTH, token
         writer.add_tensor(name, rng.normal(size=(VOCABULARY, width)).astype(np.float32))
     if chosen is not None:
         writer.add_tensor("d2t", chosen)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
-from pipeinfer.backends.llamacpp.context import LlamaOptions
-from pipeinfer.core.types import make_rows
 from pipeinfer.errors import BackendError, UnsupportedArchitecture
 from pipeinfer.models.gaps import GapModel, half_split
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.shard import extract_shard
 from tests.kit.gguf_files import altered
+from tests.kit.llama import load as load_stage
 from tests.kit.random_model import RandomSpec, tiny, write_random_model
+from tests.kit.rows import chain
 
 EMBEDDED = Path(__file__).parents[2] / "pipeinfer" / "models" / "embedded" / "target.gguf"
 
@@ -30,12 +30,9 @@ def model(request, tmp_path_factory):
 
 
 def load(model, start, stop, folder, *, gaps, **options):
-    source = GapModel(model) if gaps else model
-    n = model.n_layers
-    return LlamaCppBackend.load(
-        extract_shard(source, start, stop, cache_dir=folder), layers=(start, stop),
-        n_layers_total=n, first=start == 0, last=stop == n, n_ctx=512, n_seq_max=8, n_batch=64,
-        n_threads=1, options=LlamaOptions(gaps=gaps, keep_order=not gaps, **options))
+    source = extract_shard(GapModel(model) if gaps else model, start, stop, cache_dir=folder)
+    return load_stage(source, (start, stop), model.n_layers, kind=LlamaCppBackend, gaps=gaps,
+                      keep_order=not gaps, **options)
 
 
 def run(stages, rows):
@@ -43,10 +40,6 @@ def run(stages, rows):
     for stage in stages:
         hidden = stage.decode(rows, hidden)
     return hidden
-
-
-def chain(tokens, start=0, ids=(0,)):
-    return make_rows([(t, start + i, ids, True) for i, t in enumerate(tokens)])
 
 
 @pytest.mark.parametrize("cut", [0, 1])

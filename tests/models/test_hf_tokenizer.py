@@ -74,13 +74,6 @@ def test_tokens_mean_the_same(pair):
         own.piece(own.n_vocab)
 
 
-def test_streaming_holds_back_incomplete_characters(pair):
-    stream = pair[0].stream()
-    tokens = pair[0].encode("€", add_bos=False)
-    assert len(tokens) == 3
-    assert [stream.push(t) for t in tokens] == ["", "", "€"]
-
-
 def test_a_grammar_over_a_folders_vocabulary(pair):
     vocabularies = [Vocabulary.of(tokenizer) for tokenizer in pair]
     assert vocabularies[0] == vocabularies[1]

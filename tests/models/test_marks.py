@@ -12,7 +12,7 @@ from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.models.text.marks import MarkGuard, Marks
 from tests.kit import random_model
-from tests.kit.random_model import RandomSpec, write_random_model
+from tests.kit.random_model import RandomSpec, finish, write_random_model
 from tests.kit.sample import mostly_full
 
 _LOOP = "{% for m in messages %}"
@@ -222,10 +222,7 @@ def sentencepiece(path):
     writer.add_chat_template(_SPM_TEMPLATE)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

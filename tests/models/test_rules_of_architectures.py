@@ -13,7 +13,7 @@ from pipeinfer.models.locate import open_tokenizer
 from tests.kit import random_model
 from tests.kit.gguf_files import altered
 from tests.kit.random_architectures import RECIPES, STATEFUL
-from tests.kit.random_model import tiny, write_random_model
+from tests.kit.random_model import finish, tiny, write_random_model
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -71,10 +71,7 @@ def test_the_vocabulary_of_a_gemma_4_needs_its_bytes(tmp_path):
         writer.add_tokenizer_model("gemma4")
         writer.add_token_list(tokens)
         writer.add_token_merges(["a b"])
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
         return ModelFile(path)
 
     every = ["<pad>", "<eos>", "<bos>", "ab", *(f"<0x{i:02X}>" for i in range(256))]

@@ -49,14 +49,6 @@ def test_one_changed_byte_is_found_and_the_shard_made_again(model, tmp_path, cap
     assert not caplog.records
 
 
-@pytest.mark.parametrize("cut", [1, 1000])
-def test_a_truncated_shard_is_made_again(model, tmp_path, cut):
-    path = extract_shard(model, 1, 3, cache_dir=tmp_path)
-    good = path.read_bytes()
-    os.truncate(path, len(good) - cut)
-    assert extract_shard(model, 1, 3, cache_dir=tmp_path).read_bytes() == good
-
-
 def test_what_dead_writers_left_is_deleted_and_what_is_being_written_not(model, tmp_path):
     for name, age in (("dead", 100), ("alive", 100), ("just made", 5), ("forgotten", 90_000)):
         path = tmp_path / f"{name}.gguf.x.tmp"

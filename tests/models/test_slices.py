@@ -10,8 +10,6 @@ import pytest
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
-from pipeinfer.backends.llamacpp.context import LlamaOptions
 from pipeinfer.core.types import make_rows
 from pipeinfer.errors import ModelError
 from pipeinfer.models.embedding import EmbeddingTable
@@ -21,6 +19,7 @@ from pipeinfer.models.shard import ShardSource, extract_shard, shard_bytes
 from pipeinfer.models.slice_parts import sizes_of
 from pipeinfer.models.slices import slices_of, widths_of
 from tests.kit.gguf_files import altered, write_sliceable
+from tests.kit.llama import load
 from tests.kit.random_model import tiny, write_random_model
 from tests.kit.sample import matrix
 
@@ -41,12 +40,6 @@ def array(model, name):
     kind = GGMLQuantizationType(tensor.type)
     rows = raw.reshape(*tensor.shape[:0:-1], -1)
     return np.asarray(dequantize(rows, kind), np.float32).reshape(tensor.shape[::-1])
-
-
-def load(path, layers, total, *, n_ctx=256, **options):
-    return LlamaCppBackend.load(
-        path, layers=layers, n_layers_total=total, first=False, last=layers[1] == total,
-        n_ctx=n_ctx, n_seq_max=1, n_batch=16, n_threads=1, options=LlamaOptions(**options))
 
 
 # --- files ------------------------------------------------------------------------------------
@@ -190,21 +183,6 @@ def test_files_of_different_slices_never_collide(model, tmp_path):
     assert ShardSource(model, 0, 2, cuts[0]).name != ShardSource(model, 0, 2).name  # a cut of one
 
 
-@pytest.mark.parametrize("damage", ["short", "header", "byte"])
-def test_a_damaged_slice_is_made_again_and_its_neighbours_stay(model, tmp_path, damage):
-    paths = [extract_shard(model, 0, 1, piece=piece, cache_dir=tmp_path)
-             for piece in slices_of(model, [1, 1])]
-    good = [path.read_bytes() for path in paths]
-    bad = {"short": good[0][:-1], "header": b"x" + good[0][1:],
-           "byte": good[0][:-40] + b"\xff" + good[0][-39:]}[damage]
-    paths[0].write_bytes(bad)
-    before = paths[1].stat().st_mtime_ns
-    for path, content, piece in zip(paths, good, slices_of(model, [1, 1]), strict=True):
-        assert extract_shard(model, 0, 1, piece=piece, cache_dir=tmp_path) == path
-        assert path.read_bytes() == content
-    assert paths[1].stat().st_mtime_ns == before
-
-
 def test_a_source_that_shrinks_is_an_error(model, tmp_path):
     copy = tmp_path / "copy.gguf"
     copy.write_bytes(model.path.read_bytes())
@@ -263,7 +241,7 @@ def logits_of_slices(model, cut, stages, cache, steps, **options):
     chain = []
     for start, stop in stages:
         members = [load(extract_shard(model, start, stop, piece=piece, cache_dir=cache),
-                        (start, stop), model.n_layers, **options) for piece in cut]
+                        (start, stop), model.n_layers, first=False, **options) for piece in cut]
         meeting = Meeting(len(cut))
         for i, member in enumerate(members):
             member.sum_with(meeting.of(i) if len(cut) > 1 else None)
@@ -284,10 +262,7 @@ def logits_of_slices(model, cut, stages, cache, steps, **options):
 
 
 def logits_of_whole(model, steps, **options):
-    whole = LlamaCppBackend.load(
-        model.path, layers=(0, model.n_layers), n_layers_total=model.n_layers, first=True,
-        last=True, n_ctx=256, n_seq_max=1, n_batch=16, n_threads=1,
-        options=LlamaOptions(**options))
+    whole = load(model.path, **options)
     found = np.concatenate([whole.decode(step) for step in steps])
     whole.close()
     return found

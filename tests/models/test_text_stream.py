@@ -9,16 +9,20 @@ from hypothesis import strategies as st
 from pipeinfer.models.text.text_stream import StopText, TextStream
 
 
-@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
-       st.data())
-def test_stop_text_cuts_at_the_first_stop_whatever_the_pieces(text, stops, data):
-    stopper, shown, rest, stopped = StopText(stops), "", text, False
+def pushed(stopper, text, data):
+    """What is shown of a text in pieces of any sizes, and whether a stop has ended it."""
+    shown, rest, stopped = "", text, False
     while rest and not stopped:
         size = data.draw(st.integers(1, len(rest)))
         piece, stopped = stopper.push(rest[:size])
         shown, rest = shown + piece, rest[size:]
-    if not stopped:
-        shown += stopper.rest()
+    return shown + ("" if stopped else stopper.rest()), stopped
+
+
+@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+       st.data())
+def test_stop_text_cuts_at_the_first_stop_whatever_the_pieces(text, stops, data):
+    shown, stopped = pushed(StopText(stops), text, data)
     found = [at for s in stops if (at := text.find(s)) >= 0]
     assert stopped == bool(found)
     if not found:
@@ -31,17 +35,12 @@ def test_stop_text_cuts_at_the_first_stop_whatever_the_pieces(text, stops, data)
 @given(st.lists(st.sampled_from(["a", "b", " ", "<", "<t>", "</t>"]), max_size=12).map("".join),
        st.booleans(), st.lists(st.sampled_from(["a", "ab", "<t>b", ">"]), max_size=2), st.data())
 def test_no_stop_counts_within_reasoning_whatever_the_pieces(text, inside, stops, data):
-    stopper, shown, rest, stopped = StopText(stops, ("" if inside else "<t>", "</t>")), "", text, 0
-    while rest and not stopped:
-        size = data.draw(st.integers(1, len(rest)))
-        piece, stopped = stopper.push(rest[:size])
-        shown, rest = shown + piece, rest[size:]
-    shown += "" if stopped else stopper.rest()
+    shown, stopped = pushed(StopText(stops, ("" if inside else "<t>", "</t>")), text, data)
     thought, end, _ = text.partition("</t>")
     thinks = inside or text.lstrip().startswith("<t>")
     start = 0 if not thinks else len(thought + end)
     found = [at for s in stops if (at := text.find(s, start)) >= 0]
-    assert bool(stopped) == bool(found)
+    assert stopped == bool(found)
     assert text.startswith(shown)
     assert len(shown) >= start
     assert found or shown == text

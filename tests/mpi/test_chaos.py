@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 import tempfile
 
 import pytest
@@ -21,10 +20,10 @@ from pipeinfer_lab.chaos.trial import FAULTS, MOMENTS, bodies
 from pipeinfer_lab.chaos.victims import Victims
 from pipeinfer_lab.chaos.whole import DISKS, WHOLE, can_mount
 from tests.kit import launch
-from tests.kit.refusals import refusal
+from tests.kit.refusals import assert_refused
 from tests.kit.sample import full
 
-CHAOS = [sys.executable, "-m", "pipeinfer", "chaos"]
+CHAOS = [*launch.PIPEINFER, "chaos"]
 
 
 def test_time_until_a_stream_flows_again_is_the_end_of_its_longest_silence():
@@ -166,9 +165,7 @@ def test_what_has_grown_is_named():
     (["--minutes", "1", "--fault", "storm"], "--minutes has no --fault storm"),
     (["--minutes", "1", "--resume", "runs.jsonl"], "leave out --minutes")])
 def test_wrong_use(args, says):
-    code, said = refusal(chaos_command, args)
-    assert code == 2
-    assert says in said
+    assert_refused(chaos_command, args, 2, says)
 
 
 def test_a_refused_campaign_leaves_no_folder_behind(tmp_path, monkeypatch):
@@ -176,9 +173,7 @@ def test_a_refused_campaign_leaves_no_folder_behind(tmp_path, monkeypatch):
     (tmp_path / "temporary").mkdir()
     other = tmp_path / "other.jsonl"
     other.write_text("{}\n")
-    code, said = refusal(chaos_command, ["--resume", str(other)])
-    assert code == 2
-    assert "is no file of" in said
+    assert_refused(chaos_command, ["--resume", str(other)], 2, "is no file of")
     assert list((tmp_path / "temporary").iterdir()) == []
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import sys
 
 import pytest
 from click.testing import CliRunner
@@ -115,13 +114,11 @@ def test_pasta_runs_on_llamacpp_with_positions_that_rise(tmp_path):
     assert min(first["blocks"]) > 5
 
 
-def test_generate_streams_a_decomposed_answer(tmp_path):
+def test_generate_streams_a_decomposed_answer():
     question = ("Students and their grades\nAnna: biology, 3.21\nBen: history, 2.85\n"
                 "What are the grades of Anna and Ben?")
-    done = launch.run(2, [sys.executable, "-m", "pipeinfer", "generate", "--decomposer", "pdos",
-                          "-p", question, "-n", "200", "--json", "--temp", "0"], timeout=90)
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+    answer = launch.answered(2, "--decomposer", "pdos", "-p", question, "-n", "200", "--temp", "0",
+                             timeout=90)
     assert answer["text"].strip()
     assert "%%%%" not in answer["text"]
 
@@ -135,9 +132,7 @@ def test_generate_streams_a_decomposed_answer(tmp_path):
 def test_impossible_combinations_are_refused_with_the_reason(options, message):
     embedded = launch.ROOT / "pipeinfer" / "models" / "embedded" / "target.gguf"
     options = [str(embedded) if option == "EMBEDDED" else option for option in options]
-    code, says = refusal(generate, ["-p", "x", "-n", "4", *options])
-    assert code != 0
-    assert message in says
+    assert message in refusal(generate, ["-p", "x", "-n", "4", *options])[1]
 
 
 def test_the_server_decomposes_what_it_can_and_says_what_it_cannot():

@@ -9,12 +9,12 @@ import pytest
 
 from benchmarks.inflate.inflate import inflate
 from tests.kit import launch
+from tests.kit.launch import PIPEINFER
 from tests.kit.own_caches import own_caches
 from tests.kit.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
-PIPEINFER = [sys.executable, "-m", "pipeinfer"]
 FAULTY = [sys.executable, str(launch.ROOT / "tests" / "mpi" / "programs" / "faulty.py")]
 REQUEST = ["generate", "-m", "model.gguf", "-p", "def area(r):\n", "-n", "40", "--temp", "0",
            "--ignore-eos", "-c", "128", "--json"]
@@ -36,10 +36,7 @@ def head(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tokens(head):
     # one thread, as each stage of these jobs has: threads of a small model wait for each other
-    done = launch.run(1, [*PIPEINFER, *REQUEST[:2], str(head / "model.gguf"), *REQUEST[3:],
-                          "-t", "1"])
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)["tokens"]
+    return launch.answered(1, "-m", head / "model.gguf", *REQUEST[3:], "-t", "1")["tokens"]
 
 
 MORTAL = {"OMPI_MCA_mpi_ft_enable": "0", "PRTE_MCA_state_base_recoverable": "0"}
@@ -47,25 +44,26 @@ MORTAL = {"OMPI_MCA_mpi_ft_enable": "0", "PRTE_MCA_state_base_recoverable": "0"}
 
 def job(head, stages, command, n_stages=2, mpi=(), **env):
     """mpirun with rank 0 in `head` and the stages in `stages`, each side with its own cache."""
-    launcher = launch.mpirun_path()
-    line = [launcher, *mpi, "-np", "1", "--wdir", str(head), "-x", f"PIPEINFER_CACHE={head}/cache",
-            *command, ":", "-np", str(n_stages), "--wdir", str(stages), "-x",
-            f"PIPEINFER_CACHE={stages}/cache", *command]
-    with own_caches(head / "cache", stages / "cache"):
-        process = launch.start(line, timeout=120, **env)
-        out, err = process.communicate(timeout=120)
-    return process.returncode, out, err
+    return apart([(1, head, command, {}), (n_stages, stages, command, {})], mpi, **env)
 
 
 def spread(head, hosts, command):
     """A job whose stages each have a directory and a cache of their own."""
-    line = [launch.mpirun_path()]
-    for directory in (head, *hosts):
+    return apart([(1, directory, command, {}) for directory in (head, *hosts)])
+
+
+def apart(parts, mpi=(), **env):
+    """Exit code, output and errors of a job of parts, each with a directory and a cache of its own:
+    ranks, directory, command, and what its environment has."""
+    line = [launch.mpirun_path(), *mpi]
+    for n_ranks, directory, command, own in parts:
         directory.mkdir(exist_ok=True)
-        line += ["-np", "1", "--wdir", str(directory), "-x",
-                 f"PIPEINFER_CACHE={directory}/cache", *command, ":"]
-    with own_caches(*(directory / "cache" for directory in (head, *hosts))):
-        process = launch.start(line[:-1], timeout=120)
+        line += ["-np", str(n_ranks), "--wdir", str(directory)]
+        for name, value in ({"PIPEINFER_CACHE": directory / "cache"} | own).items():
+            line += ["-x", f"{name}={value}"]
+        line += [*command, ":"]
+    with own_caches(*(directory / "cache" for _, directory, _, _ in parts)):
+        process = launch.start(line[:-1], timeout=120, **env)
         out, err = process.communicate(timeout=120)
     return process.returncode, out, err
 

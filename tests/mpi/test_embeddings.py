@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-
 import numpy as np
 import openai
 import pytest
@@ -51,8 +49,7 @@ def test_embeddings_are_those_of_llama_cpp(ranks, pooling, tmp_path):
         assert pooling == CLS or np.abs(rows[0] - rows[1]).max() > 0.01
         for found, row in zip([*answer.data, *plain.data], rows, strict=True):
             assert np.abs(np.array(found.embedding) - row).max() < 1e-4
-        served.process.send_signal(signal.SIGUSR1)
-        assert served.end() == 0, "".join(served.log)
+        served.leave()
 
 
 def test_stages_of_several_members_say_that_they_compute_none(tmp_path):
@@ -62,5 +59,4 @@ def test_stages_of_several_members_say_that_they_compute_none(tmp_path):
         status, answer = served.post("/v1/embeddings", {"input": "x"})
         assert (status, "--grid" in answer["error"]["message"]) == (400, True)
         assert served.post("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
-        served.process.send_signal(signal.SIGUSR1)
-        assert served.end() == 0, "".join(served.log)
+        served.leave()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import numpy as np
 import pytest
 from msgspec import structs
 
+from pipeinfer.cli.generate import generate
 from pipeinfer.core.sampling import choose, noise_key
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.models.locate import open_tokenizer
@@ -16,8 +16,9 @@ from pipeinfer.models.text.grammar import compile_grammar
 from pipeinfer.models.text.vocabulary import Vocabulary
 from tests.kit import launch
 from tests.kit.plain_loop import PlainLoop
+from tests.kit.refusals import assert_refused
 from tests.kit.sample import full
-from tests.mpi.test_jobs import EMBEDDED, PIPEINFER
+from tests.mpi.test_jobs import EMBEDDED
 from tests.mpi.test_matrix import run_matrix
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
@@ -77,11 +78,7 @@ def test_tokens_under_a_grammar_are_those_of_a_plain_loop(tmp_path, wanted, np):
 
 
 def test_the_command_line_gives_json_of_the_schema():
-    args = ["generate", "-p", PROMPT, "-n", "200", "--seed", "3", "--json", "-j",
-            json.dumps(SCHEMA)]
-    done = launch.run(2, PIPEINFER + args)
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+    answer = launch.answered(2, "-p", PROMPT, "-n", "200", "--seed", "3", "-j", json.dumps(SCHEMA))
     assert answer["stats"]["reason"] == "stop"
     data = json.loads(answer["text"])
     assert set(data) == {"name", "size"}
@@ -96,7 +93,4 @@ def test_the_command_line_gives_json_of_the_schema():
     (["--grammar-file", "/nowhere"], 2, "cannot read /nowhere"),
 ])
 def test_a_grammar_that_cannot_be_used_is_refused_before_anything_loads(args, code, says):
-    done = launch.run(1, [sys.executable, "-m", "pipeinfer", "generate", "-p", "x", *args])
-    assert done.returncode == code, done.stderr
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr
+    assert_refused(generate, ["-p", "x", *args], code, says)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import json
-import sys
 
 import gguf
 import pytest
 
+from pipeinfer.cli.generate import generate as generate_command
 from pipeinfer.models.gguf import ModelFile
 from pipeinfer.models.heads import SmallVocabulary
-from pipeinfer.models.locate import open_tokenizer
 from tests.kit import launch
 from tests.kit.block_files import write_block_draft
-from tests.kit.clockwork import successors, write_apart, write_clockwork, write_eagle
-from tests.kit.random_model import RandomSpec, tiny, write_random_model
+from tests.kit.clockwork import successors, text_behind, write_apart, write_clockwork, write_eagle
+from tests.kit.launch import PIPEINFER
+from tests.kit.random_model import RandomSpec, finish, tiny, write_random_model
+from tests.kit.references import encoded
+from tests.kit.refusals import assert_refused, refusal
 from tests.kit.sample import full
 from tests.mpi.test_turns import TURNS
 
@@ -47,25 +48,18 @@ SAMPLED = (("glm4moe", "grid"), ("qwen35-mtp", "overlap"), ("deepseek2-mtp", "ha
 
 def generate(path, ranks, *more, count=60, way=""):
     threads, env = ((), TURNS) if way == "turns" else (("-t", "1"), {})
-    done = launch.run(ranks, [
-        sys.executable, "-m", "pipeinfer", "generate", "-m", str(path), "-p", PROMPT, "-n",
-        str(count), "-c", "256", *threads, "--ignore-eos", "--json", *more], timeout=90, **env)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return launch.answered(ranks, "-m", path, "-p", PROMPT, "-n", count, "-c", "256", *threads,
+                           "--ignore-eos", *more, timeout=90, **env)
 
 
-def encoded(path):
-    tokenizer = open_tokenizer(path)
-    prompt = tokenizer.encode(PROMPT)
-    tokenizer.close()
-    return prompt
+def notes_of(path, *more):
+    """What one rank says of the drafts that it uses."""
+    return "".join(generate(path, 1, *more, count=4)["stats"]["notes"])
 
 
-def check_always_right(found, text, after, way):
-    """Whether an answer is the known text, and every guess that was tested was right."""
-    for _ in range(60):
-        text.append(after[text[-1]])
-    assert found["tokens"] == text[-60:]
+def check_always_right(path, found, way):
+    """Whether an answer is the clockwork's text, and every guess that was tested was right."""
+    assert found["tokens"] == text_behind(encoded(path, PROMPT), 60)
     stats = found["stats"]
     # where only single rows are exact no token travels with another
     least = 15 if way != "turns" or stats["exact_width"] > 1 else 0
@@ -80,11 +74,9 @@ def check_always_right(found, text, after, way):
     *SAMPLED, *(full(*case) for case in CASES if case not in SAMPLED)])
 def test_a_head_that_has_its_rows_is_always_right(name, way, tmp_path):
     path = write_clockwork(tmp_path / "model.gguf", name)
-    after, text = successors(), list(encoded(path))
     ranks, options = WAYS[way]
-    found = generate(path, ranks, "--temp", "0", "--proposer", "mtp", "--speculation", "on",
-                     *options, way=way)
-    check_always_right(found, text, after, way)
+    check_always_right(path, generate(path, ranks, "--temp", "0", "--proposer", "mtp",
+                                      "--speculation", "on", *options, way=way), way)
 
 
 @pytest.mark.parametrize(("name", "way", "sampling"), [
@@ -108,12 +100,9 @@ def test_a_head_with_a_small_vocabulary_is_right_where_it_has_the_token(name, wa
 @pytest.mark.parametrize("fault", ["kill@3:decode=9", full("error@3:decode=9")])
 def test_a_lost_head_costs_its_proposals_and_no_token(fault, tmp_path):
     path = write_clockwork(tmp_path / "model.gguf", "glm4moe")
-    after, text = successors(), list(encoded(path))
     found = generate(path, 4, "--temp", "0", "--speculation", "on", "--hook", "pace=10",
                      "--draft-ranks", "1", "--hook", f"fault={fault}")
-    for _ in range(60):
-        text.append(after[text[-1]])
-    assert found["tokens"] == text[-60:]
+    assert found["tokens"] == text_behind(encoded(path, PROMPT), 60)
     notes = "".join(found["stats"]["notes"])
     assert "the head in model.gguf drafts on rank 3" in notes
     assert "decoding continues without this draft" in notes
@@ -121,8 +110,8 @@ def test_a_lost_head_costs_its_proposals_and_no_token(fault, tmp_path):
 
 def test_of_two_draft_ranks_one_has_the_head_and_the_other_computes_layers(tmp_path):
     path = write_clockwork(tmp_path / "model.gguf", "glm4moe")
-    done = launch.run(4, [sys.executable, "-m", "pipeinfer", "generate", "-m", str(path), "-p",
-                          "x", "-n", "2", "--draft-ranks", "2"], timeout=60)
+    done = launch.run(4, [*PIPEINFER, "generate", "-m", str(path), "-p", "x", "-n", "2",
+                          "--draft-ranks", "2"], timeout=60)
     assert done.returncode == 0, done.stderr
     assert "1 draft needs one, so the others compute layers" in done.stderr
 
@@ -134,27 +123,24 @@ def test_an_eagle_head_of_another_model_is_refused(tmp_path):
     for head, why in ((write_eagle(tmp_path / "one.gguf", other, (0, 1, 2)), "give the head of"),
                       (write_eagle(tmp_path / "two.gguf", path, (1, 2, 9)), unnamed),
                       (path, unnamed), (tmp_path / "none.gguf", "no such file")):
-        done = launch.run(1, [sys.executable, "-m", "pipeinfer", "generate", "-m", str(path),
-                              "-p", "x", "-n", "2", "--eagle", str(head)], timeout=60)
-        assert done.returncode in (2, 3, 4, 5), done.stderr
-        assert why in done.stderr
-        assert len(done.stderr.splitlines()) == 1
+        assert why in refusal(generate_command, ["-m", str(path), "-p", "x", "--eagle",
+                                                 str(head)])[1]
 
 
 def test_a_file_with_a_head_is_guessed_for_by_it_unless_asked_otherwise(tmp_path):
     path = write_clockwork(tmp_path / "model.gguf", "glm4moe")
-    assert "the head in model.gguf" in "".join(generate(path, 1, count=4)["stats"]["notes"])
+    assert "the head in model.gguf" in notes_of(path)
     for more in (("--proposer", "prompt-lookup"), ("--speculation", "off"), ("-md", "none")):
-        assert "the head in" not in "".join(generate(path, 1, *more, count=4)["stats"]["notes"])
+        assert "the head in" not in notes_of(path, *more)
 
 
 def test_an_eagle_head_beside_the_model_is_used_if_it_fits(tmp_path):
     path = write_random_model(tmp_path / "model.gguf", RandomSpec(n_layer=4))
     other = write_random_model(tmp_path / "other.gguf", RandomSpec(n_layer=4, n_embd=256))
     write_eagle(tmp_path / "eagle3-a.gguf", other, (0, 1, 2))
-    assert "eagle3" not in "".join(generate(path, 1, count=4)["stats"]["notes"])
+    assert "eagle3" not in notes_of(path)
     write_eagle(tmp_path / "eagle3-b.gguf", path, (0, 1, 2))
-    assert "eagle3" in "".join(generate(path, 1, count=4)["stats"]["notes"])
+    assert "eagle3" in notes_of(path)
 
 
 def test_a_head_may_be_a_file_beside_the_model(tmp_path):
@@ -162,16 +148,14 @@ def test_a_head_may_be_a_file_beside_the_model(tmp_path):
     (tmp_path / "apart").mkdir()
     model, head = tmp_path / "apart" / "model.gguf", tmp_path / "apart" / "mtp-model.gguf"
     write_apart(whole, model, head)
-    assert "mtp" in "".join(generate(model, 1, count=4)["stats"]["notes"])
+    assert "mtp" in notes_of(model)
     found = generate(model, 3, "--temp", "0", "--speculation", "on", "--set", "turns=off",
                      "--proposer", "mtp", "--hook", "pace=10")
     assert found["stats"]["accepted_speculative"] == found["stats"]["guesses_tested"] > 20
-    done = launch.run(1, [sys.executable, "-m", "pipeinfer", "generate", "-m", str(head), "-p",
-                          "x"], timeout=60)
-    assert done.returncode != 0
-    assert "has only a prediction head" in done.stderr
+    assert "has only a prediction head" in refusal(
+        generate_command, ["-m", str(head), "-p", "x"])[1]
     head.unlink()
-    assert "the head in" not in "".join(generate(model, 1, count=4)["stats"]["notes"])
+    assert "the head in" not in notes_of(model)
 
 
 @pytest.mark.parametrize("option", ["-md", full("-m")])
@@ -180,15 +164,9 @@ def test_an_assistant_that_reads_the_models_cache_is_refused_with_the_reason(opt
     writer = gguf.GGUFWriter(path, "gemma4-assistant")
     writer.add_block_count(4)
     writer.add_embedding_length(64)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    done = launch.run(1, [sys.executable, "-m", "pipeinfer", "generate", "-p", "x", "-n", "2",
-                          option, str(path)], timeout=60)
-    assert done.returncode != 0
-    assert "reads the KV cache of Gemma 4's last layers" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    finish(writer)
+    assert "reads the KV cache of Gemma 4's last layers" in refusal(
+        generate_command, ["-p", "x", option, str(path)])[1]
 
 
 @pytest.mark.parametrize(("name", "why"), [
@@ -197,22 +175,17 @@ def test_an_assistant_that_reads_the_models_cache_is_refused_with_the_reason(opt
 def test_a_model_without_a_head_is_refused_with_the_reason(name, why, tmp_path):
     path = write_random_model(tmp_path / "model.gguf", tiny(name) if name != "llama" else None)
     path.write_bytes(path.read_bytes().replace(b"nextn.eh_proj", b"nextn.eh_gone"))
-    done = launch.run(1, [sys.executable, "-m", "pipeinfer", "generate", "-m", str(path), "-p",
-                          "x", "-n", "2", "--proposer", "mtp"], timeout=60)
-    assert done.returncode == 2, done.stderr
-    assert why in done.stderr
+    assert_refused(generate_command, ["-m", str(path), "-p", "x", "--proposer", "mtp"], 2, why)
 
 
 @pytest.mark.parametrize("way", ["overlap", *map(full, (
     "one", "turns", "synchronous", "head stage", "published", "halves", "draft rank", "killed"))])
 def test_a_block_that_is_right_is_accepted_whole(way, tmp_path):
-    path, after = write_clockwork(tmp_path / "m.gguf", "qwen3moe"), successors()
-    write_block_draft(tmp_path / "dspark-a.gguf", path, (1, 2), "dspark", after=after)
+    path = write_clockwork(tmp_path / "m.gguf", "qwen3moe")
+    write_block_draft(tmp_path / "dspark-a.gguf", path, (1, 2), "dspark", after=successors())
     ranks, options = WAYS[way]
-    text = list(encoded(path))
-    found = generate(path, ranks, "--temp", "0", "--proposer", "dflash", "--speculation", "on",
-                     *options, way=way)
-    check_always_right(found, text, after, way)
+    check_always_right(path, generate(path, ranks, "--temp", "0", "--proposer", "dflash",
+                                      "--speculation", "on", *options, way=way), way)
 
 
 def test_a_draft_of_blocks_is_recognised_wherever_it_is(tmp_path):
@@ -220,12 +193,12 @@ def test_a_draft_of_blocks_is_recognised_wherever_it_is(tmp_path):
     other = write_random_model(tmp_path / "other.gguf", RandomSpec(n_layer=4, n_embd=256))
     write_block_draft(tmp_path / "dflash-a.gguf", other, (0, 1, 2))
     given = write_block_draft(tmp_path / "any name.gguf", path, (0, 1, 2), "dflash2")
-    assert "the head" not in "".join(generate(path, 1, count=4)["stats"]["notes"])
+    assert "the head" not in notes_of(path)
     for more in ((), ("--proposer", "dflash")):
-        notes = "".join(generate(path, 1, "-md", str(given), *more, count=4)["stats"]["notes"])
+        notes = notes_of(path, "-md", given, *more)
         assert "the head in any name.gguf" in notes
     write_block_draft(tmp_path / "dspark-b.gguf", path, (0, 1, 2), "dspark")
-    assert "the head in dspark-b.gguf" in "".join(generate(path, 1, count=4)["stats"]["notes"])
+    assert "the head in dspark-b.gguf" in notes_of(path)
 
 
 def test_drafts_of_blocks_that_do_not_fit_are_refused(tmp_path):
@@ -242,8 +215,4 @@ def test_drafts_of_blocks_that_do_not_fit_are_refused(tmp_path):
             ("both prediction heads", ("-md", own, "--eagle", eagle)),
             ("give one with -md", ("--proposer", "dflash")),
             ("this file with --eagle", ("-md", eagle)), ("this file with -md", ("-m", own))):
-        done = launch.run(1, [sys.executable, "-m", "pipeinfer", "generate", "-m", str(path),
-                              "-p", "x", "-n", "2", *map(str, more)], timeout=60)
-        assert done.returncode in (2, 3, 4, 5), done.stderr
-        assert why in done.stderr
-        assert len(done.stderr.splitlines()) == 1
+        assert why in refusal(generate_command, ["-m", str(path), "-p", "x", *map(str, more)])[1]

@@ -13,9 +13,9 @@ import pytest
 from tests.kit import launch
 from tests.kit.fake_hub import Hub, running
 from tests.kit.gguf_files import split
-from tests.kit.own_caches import own_caches
+from tests.kit.launch import PIPEINFER
 from tests.kit.sample import full
-from tests.mpi.test_distribute import EMBEDDED, PIPEINFER, held, received
+from tests.mpi.test_distribute import EMBEDDED, apart, held, received
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 REPO = "maker/Model-GGUF"
@@ -36,25 +36,16 @@ def hub(parts):
 
 
 def tokens(np, *args):
-    done = launch.run(np, [*PIPEINFER, "generate", *args, *REQUEST])
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)["tokens"]
+    return launch.answered(np, *args, *REQUEST)["tokens"]
 
 
-def apart(homes, request, **rank_0):
+def job(homes, request, **rank_0):
     """A job whose ranks each have a directory, a cache and a home of their own."""
-    line = [launch.mpirun_path()]
-    for home in homes:
-        home.mkdir(exist_ok=True)
-        env = {"PIPEINFER_CACHE": home / "cache", "HF_HOME": home / "hf",
-               "HF_ENDPOINT": "http://127.0.0.1:9"} | (rank_0 if home == homes[0] else {})
-        for name, value in env.items():
-            line += ["-x", f"{name}={value}"]
-        line += ["-np", "1", "--wdir", str(home), *PIPEINFER, "generate", *request, *REQUEST, ":"]
-    with own_caches(*(home / "cache" for home in homes)):
-        process = launch.start(line[:-1], timeout=120)
-        out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
+    command = [*PIPEINFER, "generate", *request, *REQUEST]
+    code, out, err = apart([(1, home, command, {
+        "HF_HOME": home / "hf", "HF_ENDPOINT": "http://127.0.0.1:9"
+        } | (rank_0 if home == homes[0] else {})) for home in homes])
+    assert code == 0, err
     return out
 
 
@@ -64,7 +55,7 @@ def test_hosts_get_no_byte_of_layers_that_they_do_not_hold(parts, tmp_path):
     homes[0].mkdir()
     for path in parts:
         (homes[0] / path.name).write_bytes(path.read_bytes())
-    out = apart(homes, ["-m", parts[0].name, "--distribute"])
+    out = job(homes, ["-m", parts[0].name, "--distribute"])
     assert json.loads(out)["tokens"] == tokens(1, "-m", str(EMBEDDED / "target.gguf"))
     arrived = received(out)
     for number, home in enumerate(homes[1:], 1):
@@ -77,7 +68,7 @@ def test_hosts_get_no_byte_of_layers_that_they_do_not_hold(parts, tmp_path):
 def test_rank_0_alone_asks_the_hub_and_once(hub, parts, tmp_path):
     """For the others it leads nowhere."""
     homes = [tmp_path / f"host{rank}" for rank in range(3)]
-    out = apart(homes, ["-m", REPO, "--distribute"], HF_ENDPOINT=hub.url)
+    out = job(homes, ["-m", REPO, "--distribute"], HF_ENDPOINT=hub.url)
     assert json.loads(out)["tokens"] == tokens(1, "-m", str(EMBEDDED / "target.gguf"))
     assert len([one for one in hub.asked if one.path.startswith("/api/models/")]) == 1
     assert hub.sent() == sum(path.stat().st_size for path in parts)

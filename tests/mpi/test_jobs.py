@@ -16,14 +16,14 @@ import psutil
 import pytest
 
 from pipeinfer.cli.generate import generate
+from pipeinfer.models.locate import EMBEDDED
 from tests.kit import launch
+from tests.kit.launch import PIPEINFER
 from tests.kit.references import alone
-from tests.kit.refusals import refusal
+from tests.kit.refusals import assert_refused
 from tests.kit.sample import fewer, full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
-EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
-PIPEINFER = [sys.executable, "-m", "pipeinfer"]
 PROGRAMS = launch.ROOT / "tests" / "mpi" / "programs"
 FAULTY = [sys.executable, str(PROGRAMS / "faulty.py")]
 SLOW_WORDS = [sys.executable, str(PROGRAMS / "slow_words.py")]
@@ -33,12 +33,8 @@ NO_DRAFT = ["-m", str(EMBEDDED / "target.gguf"), "-md", "none", "--policy", "pip
 
 
 def test_the_command_line_over_ranks_gives_one_process_text():
-    args = ["generate", "-p", "def fibonacci(n):\n", "-n", "30", "--seed", "5", "--json"]
-    one = json.loads(launch.run(1, PIPEINFER + args).stdout)
-    ranks = fewer(4, 3)
-    done = launch.run(ranks, PIPEINFER + args)
-    several = json.loads(done.stdout)
-    assert done.returncode == 0
+    args, ranks = ["-p", "def fibonacci(n):\n", "-n", "30", "--seed", "5"], fewer(4, 3)
+    one, several = launch.answered(1, *args), launch.answered(ranks, *args)
     assert several["tokens"] == one["tokens"]
     assert several["text"] == one["text"]
     assert len(several["stats"]["stages"]) == ranks - 1
@@ -121,9 +117,7 @@ def test_bad_input_is_one_line_and_an_exit_code(args, code, says):
 
 
 def test_a_policy_that_needs_a_draft_says_so():
-    code, says = refusal(generate, ["-p", "x", *NO_DRAFT])
-    assert code == 2
-    assert "-md" in says
+    assert_refused(generate, ["-p", "x", *NO_DRAFT], 2, "-md")
 
 
 @pytest.mark.parametrize(("architecture", "np", "draft", "code", "says"), [
@@ -141,14 +135,9 @@ def test_models_that_do_not_fit(tmp_path, architecture, np, draft, code, says):
     more = ["-md", str(EMBEDDED / "draft.gguf")] if draft else []
     words = ["-p", "x", "-m", str(path), *more]
     if np == 1:
-        found, line = refusal(generate, words)
-        assert found == code
-        assert says in line
-        return
-    done = launch.run(np, [*PIPEINFER, "generate", *words], timeout=60)
-    assert done.returncode == code, done.stderr
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr
+        assert_refused(generate, words, code, says)
+    else:
+        launch.refused(np, "generate", *words, code=code, says=says)
 
 
 def test_a_full_context_prints_what_there_is():

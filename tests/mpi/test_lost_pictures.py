@@ -4,18 +4,13 @@ the HTTP process with the rows. The journal has the picture."""
 from __future__ import annotations
 
 import base64
-import contextlib
-import json
-import os
-import time
 
 import psutil
 import pytest
 import requests
 
-from tests.kit import launch
 from tests.kit.random_projectors import picture, write_family
-from tests.mpi.test_supervised import job_processes, supervised
+from tests.mpi.test_supervised import rank_of, read, supervised
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 SHOWN = f"data:image/png;base64,{base64.b64encode(picture(80, 60)).decode()}"
@@ -28,10 +23,8 @@ ASK = {"temperature": 0.8, "seed": 5, "ignore_eos": True, "max_tokens": 40, "str
 def served(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gemma3")
     model, _ = write_family("gemma3", folder)
-    job = f"test-{os.getpid()}-{time.monotonic_ns()}"
-    with supervised(job, launch.free_port(), "-m", str(model), "--journal",
-                    str(folder / "journal"), "-md", "none") as opened:
-        opened.job = job
+    with supervised("-m", str(model), "--journal", str(folder / "journal"), "-md", "none"
+                    ) as opened:
         opened.whole = events(opened)[1]
         assert len(opened.whole) == 40
         yield opened
@@ -39,35 +32,18 @@ def served(tmp_path_factory):
 
 def events(served, headers=None, enough=10**6, **more):
     """The number of the last event, and the tokens so far."""
-    last, tokens = -1, []
     answer = requests.post(f"{served.url}/v1/chat/completions", json={**ASK, **more}, stream=True,
                            timeout=90, headers=headers)
     assert answer.status_code == 200, answer.text
-    with answer, contextlib.suppress(requests.ConnectionError,
-                                     requests.exceptions.ChunkedEncodingError):
-        for line in answer.iter_lines():
-            if line.startswith(b"id: "):
-                last = int(line[4:])
-            elif line.startswith(b"data: {"):
-                tokens += json.loads(line[6:]).get("pipeinfer", {}).get("tokens", [])
-            if len(tokens) >= enough:
-                break
-    return last, tokens
-
-
-def rank_of(served, rank):
-    old = job_processes(served.job)
-    (found,) = (p for p in old.values()
-                if p.environ().get("OMPI_COMM_WORLD_RANK") == str(rank) and "serve" in p.cmdline()
-                and p.parent().pid not in old)
-    return found
+    with answer:
+        return read(answer, enough)[:2]
 
 
 @pytest.mark.parametrize("rank", [2, 0])
 def test_an_answer_goes_on_when_a_rank_is_killed(rank, served):
     names = {"Idempotency-Key": f"rank {rank}"}
     last, begun = events(served, names, enough=8)
-    rank_of(served, rank).kill()
+    rank_of(served.job, rank).kill()
     assert begun + events(served, names | {"Last-Event-ID": str(last)})[1] == served.whole
     served.until(lambda: served.health()[0] == 200, "the server", 90)
 
@@ -75,8 +51,7 @@ def test_an_answer_goes_on_when_a_rank_is_killed(rank, served):
 def test_an_answer_goes_on_when_the_http_process_is_killed(served):
     names = {"Idempotency-Key": "http"}
     last, begun = events(served, names, enough=8)
-    (door,) = (p for p in psutil.Process(served.process.pid).children(recursive=True)
-               if "pipeinfer.server" in p.cmdline())
+    door = served.door()
     helpers = [p for p in door.children(recursive=True)
                if "pipeinfer.models.projecting" in p.cmdline()]
     door.kill()

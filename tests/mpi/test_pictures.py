@@ -6,27 +6,24 @@ tests/backends/test_pictures.py compares that with mtmd's own helper, bit for bi
 
 from __future__ import annotations
 
-import json
-import sys
-
 import pytest
 
+from pipeinfer.cli.generate import generate as generate_command
 from tests.kit import launch
 from tests.kit.picture_oracle import MARK, plain_tokens
 from tests.kit.random_projectors import FAMILIES, medium, write_family
+from tests.kit.refusals import refusal
 from tests.kit.sample import mostly_full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
-PIPEINFER = [sys.executable, "-m", "pipeinfer"]
 TEXT = f"Look at {MARK} and {MARK} and say more, more, more."
 COUNT = 24
 
 
 def generate(np, model, files, *more):
     shown = [word for one in files for word in ("--image", str(one))]
-    return launch.run(np, [
-        *PIPEINFER, "generate", "-m", str(model), *shown, "-p", TEXT, "-n", str(COUNT), "--temp",
-        "0", "--ignore-eos", "--json", "-c", "2048", "-t", "1", *more], timeout=150)
+    return launch.answered(np, "-m", model, *shown, "-p", TEXT, "-n", COUNT, "--temp", "0",
+                           "--ignore-eos", "-c", "2048", "-t", "1", *more, timeout=150)
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +44,7 @@ def shown(tmp_path_factory):
     return make
 
 
-def check(done, wanted):
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+def check(found, wanted):
     assert found["tokens"] == wanted
     return found["stats"]
 
@@ -76,7 +71,7 @@ def test_a_lost_stage_a_draft_and_members_change_no_token(family, more, shown):
     if "--grid" in more:
         if family != "gemma3":
             pytest.skip("its layers are not sliced into two here")
-        wanted = json.loads(generate(1, model, files, "--slices", "2").stdout)["tokens"]
+        wanted = generate(1, model, files, "--slices", "2")["tokens"]
     more = [str(model) if word == "draft" else word for word in more]
     stats = check(generate(3 if "--grid" in more else 4, model, files, *more), wanted)
     assert stats["recovered"] == ("--hook" in more)
@@ -97,7 +92,5 @@ def test_prompts_with_pictures_are_neither_stored_nor_read(shown, tmp_path):
     (("--mmproj", "x", "--decomposer", "skeleton"), "cannot share pictures")])
 def test_what_cannot_be_shown_is_one_clear_line(more, why, shown):
     model, files, _ = shown("gemma3")
-    done = generate(1, model, files, *more)
-    assert done.returncode
-    assert why in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
+    shown = [word for one in files for word in ("--image", str(one))]
+    assert why in refusal(generate_command, ["-m", str(model), *shown, "-p", TEXT, *more])[1]

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
 from tests.kit import launch
+from tests.kit.launch import PIPEINFER
 from tests.kit.own_caches import own_caches
 from tests.kit.references import alone, seeded
 from tests.kit.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.skipif(
     launch.mpirun_path() is None, reason="no mpirun")]
-PIPEINFER = [sys.executable, "-m", "pipeinfer"]
-GENERATE = [*PIPEINFER, "generate", "-p", "Once upon a time", "-n", "24", "--seed", "5", "--json"]
+ASK = ["-p", "Once upon a time", "-n", "24", "--seed", "5"]
 
 
 def generate(np, *args, **env):
-    done = launch.run(np, [*GENERATE, *args], timeout=120, **env)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return launch.answered(np, *ASK, *args, **env)
 
 
 @pytest.fixture(scope="module")
@@ -61,17 +58,16 @@ def test_a_rank_remembers_its_figures_and_plans_the_same_again(tmp_path, tokens)
 
 def test_a_model_that_fits_nowhere_is_refused_before_ranks_measure(tmp_path):
     (tmp_path / "hosts.toml").write_text('[defaults]\nmemory = "8MiB"\n')
-    done = launch.run(3, [*GENERATE, "--nodes", str(tmp_path / "hosts.toml"), "-m", "smollm2"],
-                      timeout=60, PIPEINFER_CACHE=str(tmp_path / "cache"))
+    done = launch.run(3, [*PIPEINFER, "generate", *ASK, "--nodes", str(tmp_path / "hosts.toml"),
+                          "-m", "smollm2"], timeout=60, PIPEINFER_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 4
     assert "but all ranks together have" in done.stderr or "together for weights" in done.stderr
     assert not list((tmp_path / "cache").glob("speed-*"))
 
 
 def test_a_split_that_does_not_add_up_is_one_line():
-    done = launch.run(3, [*GENERATE, "--layers", "6,5"], timeout=60)
-    assert done.returncode == 4
-    assert "pipeinfer: error: --layers adds up to 11; the model has 12 layers" in done.stderr
+    launch.refused(3, "generate", *ASK, "--layers", "6,5", code=4, lines=1,
+                   says="pipeinfer: error: --layers adds up to 11; the model has 12 layers")
 
 
 def test_a_host_of_the_nodes_file_may_be_spare(tmp_path, tokens):

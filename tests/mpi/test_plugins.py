@@ -23,20 +23,16 @@ PROMPT = ("-p", "import os", "-n", "24", "--temp", "0", "-c", "512")
 def installed(tmp_path_factory):
     """The path on which a package with these two entry points is found."""
     site = tmp_path_factory.mktemp("site")
+    return package(site, "stutter = tests.kit.plugin:STUTTER\nshout = tests.kit.plugin:SHOUT")
+
+
+def package(site, entries):
+    """The environment of a job that finds a package with these strategies."""
     about = site / "stutter-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: stutter\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text(
-        "[pipeinfer.strategies]\n"
-        "stutter = tests.kit.plugin:STUTTER\n"
-        "shout = tests.kit.plugin:SHOUT\n")
+    (about / "entry_points.txt").write_text(f"[pipeinfer.strategies]\n{entries}\n")
     return {"PYTHONPATH": f"{site}{os.pathsep}{launch.ROOT}"}
-
-
-def generate(ranks, installed, *args):
-    done = launch.run(ranks, [*PIPEINFER, "generate", "--json", *args], **installed)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def plain_tokens():
@@ -46,22 +42,23 @@ def plain_tokens():
 
 @pytest.mark.parametrize("ranks", [1, full(3)])
 def test_generate(ranks, installed):
-    stuttered = generate(ranks, installed, *PROMPT, "--ignore-eos", "--proposer", "stutter",
-                         "--stutter-times", "3", "--set", "path_min=0", "--set", "adapt=false",
-                         "--hook", "pace=5")
+    stuttered = launch.answered(ranks, *PROMPT, "--ignore-eos", "--proposer", "stutter",
+                                "--stutter-times", "3", "--set", "path_min=0", "--set",
+                                "adapt=false", "--hook", "pace=5", **installed)
     assert stuttered["tokens"] == plain_tokens()
     assert stuttered["stats"]["issued_speculative"] > 0
-    plain = generate(ranks, installed, *PROMPT, "--policy", "iterative", "--chat",
-                     "-m", str(EMBEDDED / "task.gguf"))
-    shouted = generate(ranks, installed, *PROMPT, "--decomposer", "shout", "--shout-sign", "")
+    plain = launch.answered(ranks, *PROMPT, "--policy", "iterative", "--chat",
+                            "-m", EMBEDDED / "task.gguf", **installed)
+    shouted = launch.answered(ranks, *PROMPT, "--decomposer", "shout", "--shout-sign", "",
+                              **installed)
     assert shouted["text"] == plain["text"].upper()
     assert shouted["tokens"] == plain["tokens"]
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_an_error_of_a_proposer_costs_its_guesses_alone(ranks, installed):
-    found = generate(ranks, installed, *PROMPT, "--ignore-eos", "--proposer", "stutter", "--set",
-                     "stutter_fails_at=3", "--set", "adapt=false", "--hook", "pace=5")
+    found = launch.answered(ranks, *PROMPT, "--ignore-eos", "--proposer", "stutter", "--set",
+                     "stutter_fails_at=3", "--set", "adapt=false", "--hook", "pace=5", **installed)
     assert found["tokens"] == plain_tokens()
     assert [note for note in found["stats"]["notes"] if "draft on rank 0 failed" in note] == [
         "the draft on rank 0 failed: ValueError: stuck: decoding continues without this draft"]
@@ -98,14 +95,6 @@ def test_compare(ranks, installed, tmp_path):
     assert texts["shout"] == texts["shout+stutter"]
 
 
-def test_a_broken_package_is_named(installed, tmp_path):
-    about = tmp_path / "broken-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text(
-        "[pipeinfer.strategies]\nbroken = tests.kit.absent:SPEC\n")
-    done = launch.run(1, [*PIPEINFER, "generate", "-p", "x"],
-                      PYTHONPATH=f"{tmp_path}{os.pathsep}{launch.ROOT}")
-    assert done.returncode == 2
-    assert "pipeinfer: error: the strategy broken" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_broken_package_is_named(tmp_path):
+    launch.refused(1, "generate", "-p", "x", code=2, says="pipeinfer: error: the strategy broken",
+                   **package(tmp_path, "broken = tests.kit.absent:SPEC"))

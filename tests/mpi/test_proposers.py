@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 from msgspec import structs
@@ -12,30 +11,22 @@ from pipeinfer.cli.generate import generate
 from pipeinfer.cluster.generate import run_request
 from pipeinfer.cluster.launch import join
 from pipeinfer.core.policy import Policy
-from pipeinfer.core.sampling import noise_key
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.models.locate import open_tokenizer
+from pipeinfer.models.locate import EMBEDDED
 from tests.kit import launch
 from tests.kit.configs import job_config
-from tests.kit.plain_loop import PlainLoop
-from tests.kit.refusals import output, refusal
+from tests.kit.references import alone
+from tests.kit.refusals import assert_refused, output
 from tests.kit.sample import fewer
 from tests.mpi.test_matrix import adapter_at
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
-EMBEDDED = launch.ROOT / "pipeinfer" / "models" / "embedded"
 PROMPT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\ndef "
 
 
 @pytest.fixture(scope="module")
 def wanted():
-    loop, tokenizer = PlainLoop(EMBEDDED / "target.gguf"), open_tokenizer(EMBEDDED / "target.gguf")
-    prompt = tokenizer.encode(PROMPT)
-    params = {0.0: SamplingParams(), 0.8: SamplingParams(0.8, 40, 0.95, 0.05, key=noise_key(3))}
-    tokens = {t: loop.generate(prompt, 60, p) for t, p in params.items()}
-    loop.close()
-    tokenizer.close()
-    return tokens
+    return alone(PROMPT, 60)
 
 
 def answered(ranks, *words):
@@ -45,9 +36,7 @@ def answered(ranks, *words):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PIPEINFER_DEFAULT_MODEL", "embedded")
             return json.loads(output(generate, asked))
-    done = launch.run(ranks, [sys.executable, "-m", "pipeinfer", "generate", *asked], timeout=90)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return launch.answered(ranks, *asked, timeout=90)
 
 
 @pytest.mark.parametrize(("more", "policy"), [
@@ -56,7 +45,7 @@ def test_one_process_without_a_draft_guesses_what_the_text_repeats(wanted, more,
     """Where that pays; which it may not, as rows cost on this machine."""
     found = answered(1, "-m", str(EMBEDDED / "target.gguf"), "-n", "60", "--temp", "0",
                      "--ignore-eos", *more)
-    assert found["tokens"] == wanted[0.0]
+    assert found["tokens"] == wanted
     assert (found["stats"]["policy"], found["stats"]["draft"]) == (policy, "")
     if policy == "iterative":
         assert found["stats"]["issued_speculative"] == 0
@@ -66,7 +55,7 @@ def test_lookahead_over_ranks_takes_fewer_runs_than_tokens(wanted):
     found = answered(3, "-m", str(EMBEDDED / "target.gguf"), "-md", "none", "-n", "60", "--temp",
                      "0", "--ignore-eos", "--proposer", "lookahead", "--policy", "speculative",
                      "--set", "adapt=false")  # whatever else the machine does
-    assert found["tokens"] == wanted[0.0]
+    assert found["tokens"] == wanted
     assert found["stats"]["runs"] < len(found["tokens"])
 
 
@@ -104,15 +93,12 @@ def test_what_bita_cannot_do_is_said(tmp_path):
             ([str(tmp_path / "none"), "--backend", "torch"], 3, "no such file"),
             ([adapter, "--backend", "torch", "-m", str(EMBEDDED / "draft.gguf")], 3,
              "is for 12 layers of 256 elements, the model has 2 layers of 256")):
-        found, line = refusal(generate, ["-p", "x", "-n", "2", "--bita", *args])
-        assert found == code, line
-        assert says in line
+        assert_refused(generate, ["-p", "x", "-n", "2", "--bita", *args], code, says)
 
 
 def test_prompt_lookup_needs_no_draft_model():
     target = str(EMBEDDED / "target.gguf")
     found = answered(1, "-m", target, "-n", "20", "--proposer", "prompt-lookup")
     assert found["stats"]["policy"] == "pipeinfer"
-    code, says = refusal(generate, ["-m", target, "-p", PROMPT, "--proposer", "draft"])
-    assert code == 2
-    assert "--proposer draft: needs a draft model" in says
+    assert_refused(generate, ["-m", target, "-p", PROMPT, "--proposer", "draft"], 2,
+                   "--proposer draft: needs a draft model")

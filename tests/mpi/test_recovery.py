@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 
 import pytest
 
 from tests.kit import launch
+from tests.kit.launch import PIPEINFER
 from tests.kit.references import alone, seeded
 from tests.kit.served import serve
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
-PIPEINFER = [sys.executable, "-m", "pipeinfer"]
-ASK = ["generate", "-p", "def read(path):\n", "-n", "60", "--temp", "0.8", "--seed", "5",
-       "--ignore-eos", "--json", "-c", "512", "-t", "1"]
-
-
-def generate(np, *more, ask=ASK, **env):
-    return launch.run(np, [*PIPEINFER, *ask, *more], timeout=90, **env)
-
-
-def out_of(done):
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+ASK = ["-p", "def read(path):\n", "-n", "60", "--temp", "0.8", "--seed", "5", "--ignore-eos", "-c",
+       "512", "-t", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +30,8 @@ def undisturbed():
 ], ids=["kill", "stop", "cut"])
 def test_the_job_goes_on_with_the_tokens_of_before(undisturbed, np, more, left):
     """Who takes which layers over is tested with fake ports in tests/cluster/test_assembly.py."""
-    found = out_of(generate(np, *more, "--set", "split=equal"))  # a busy machine measures noise
+    # a busy machine measures noise
+    found = launch.answered(np, *ASK, *more, "--set", "split=equal", timeout=90)
     assert found["tokens"] == undisturbed
     assert any("went on after" in note for note in found["stats"]["notes"])
     assert found["stats"]["recovered"] >= 1
@@ -49,8 +40,10 @@ def test_the_job_goes_on_with_the_tokens_of_before(undisturbed, np, more, left):
 
 
 def test_a_clock_that_jumps_costs_nothing(undisturbed):
-    done = generate(3, "--hook", "fault=clock@1:decode=12:s=-3600")
-    found = out_of(done)
+    done = launch.run(3, [*PIPEINFER, "generate", "--json", *ASK, "--hook",
+                          "fault=clock@1:decode=12:s=-3600"], timeout=90)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
     assert "pipeinfer: fault: clock@1:decode=12:s=-3600" in done.stderr
     assert found["tokens"] == undisturbed
     assert found["stats"]["recovered"] == 0
@@ -58,7 +51,8 @@ def test_a_clock_that_jumps_costs_nothing(undisturbed):
 
 def test_if_all_stages_fail_the_first_error_is_the_reason():
     """And not that the last of them is gone."""
-    done = generate(3, "--hook", "fault=error@1:decode=5", "--hook", "fault=error@2:decode=5")
+    done = launch.run(3, [*PIPEINFER, "generate", *ASK, "--hook", "fault=error@1:decode=5",
+                          "--hook", "fault=error@2:decode=5"], timeout=90)
     assert done.returncode != 0
     assert "injected: error@" in done.stderr
     assert "is dead" not in done.stderr

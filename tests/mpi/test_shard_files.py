@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-
 import pytest
 
 from pipeinfer.llama import stream
@@ -12,17 +9,15 @@ from tests.kit import launch
 from tests.kit.own_caches import own_caches
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
-REQUEST = [sys.executable, "-m", "pipeinfer", "generate", "-p", "def area(r):\n", "-n", "24",
-           "--temp", "0", "--ignore-eos", "-c", "128", "--json", "-t", "1", "-m", "embedded"]
+REQUEST = ["-p", "def area(r):\n", "-n", "24", "--temp", "0", "--ignore-eos", "-c", "128", "-t",
+           "1", "-m", "embedded"]
 
 
 @pytest.mark.skipif(not stream.available(), reason="no streams here")
 @pytest.mark.parametrize(("option", "files"), [("auto", 0), ("always", 2), ("never", 0)])
 def test_layers_have_files_of_their_own_only_where_that_is_requested(option, files, tmp_path):
     with own_caches(tmp_path):
-        done = launch.run(3, [*REQUEST, "--set", f"shard_cache={option}"],
-                          PIPEINFER_CACHE=str(tmp_path))
-    assert done.returncode == 0, done.stderr
+        found = launch.answered(3, *REQUEST, "--set", f"shard_cache={option}",
+                                PIPEINFER_CACHE=str(tmp_path))
     assert len(list(tmp_path.glob("*.gguf"))) == files
-    plain = launch.run(1, [*REQUEST, "--policy", "iterative"])
-    assert json.loads(done.stdout)["tokens"] == json.loads(plain.stdout)["tokens"]
+    assert found["tokens"] == launch.answered(1, *REQUEST, "--policy", "iterative")["tokens"]

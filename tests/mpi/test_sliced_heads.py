@@ -3,18 +3,14 @@ in the text, whoever dies."""
 
 from __future__ import annotations
 
-import json
-import sys
-
 import pytest
 
 from pipeinfer.core.types import SamplingParams
-from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.planning.wide import shares_of
 from tests.kit import launch
-from tests.kit.clockwork import successors, write_clockwork, write_eagle
+from tests.kit.clockwork import text_behind, write_clockwork, write_eagle
 from tests.kit.random_model import RandomSpec, write_random_model
-from tests.kit.references import seeded
+from tests.kit.references import encoded, seeded
 from tests.kit.sample import full
 from tests.kit.sliced_loop import SlicedLoop
 
@@ -26,31 +22,20 @@ SAMPLED = ("--temp", "0.8", "--seed", "5")
 
 
 def generate(path, ranks, *more, count=60, prompt=PROMPT):
-    done = launch.run(ranks, [
-        sys.executable, "-m", "pipeinfer", "generate", "-m", str(path), "-p", prompt, "-n",
-        str(count), "-c", "512", "-t", "1", "--ignore-eos", "--json", "--speculation", "on",
-        "--hook", "pace=10", "--timeout", "60", *more], timeout=100)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return launch.answered(
+        ranks, "-m", path, "-p", prompt, "-n", count, "-c", "512", "-t", "1", "--ignore-eos",
+        "--speculation", "on", "--hook", "pace=10", "--timeout", "60", *more, timeout=100)
 
 
 def expected(path, count):
     """The clockwork's text."""
-    tokenizer = open_tokenizer(path)
-    text, after = tokenizer.encode(PROMPT), successors()
-    tokenizer.close()
-    for _ in range(count):
-        text.append(after[text[-1]])
-    return text[-count:]
+    return text_behind(encoded(path, PROMPT), count)
 
 
 def plain(path, slices, params, count=60, prompt=PROMPT):
     """The text of a plain loop over the same slices."""
-    tokenizer = open_tokenizer(path)
-    prompt = tokenizer.encode(prompt)
-    tokenizer.close()
     loop = SlicedLoop(path, (4,), shares_of("", (slices,)))
-    found = loop.generate(prompt, count, params, ignore_eos=True)
+    found = loop.generate(encoded(path, prompt), count, params, ignore_eos=True)
     loop.close()
     return found
 
@@ -121,10 +106,7 @@ def test_others_take_the_slices_of_a_member_that_dies_amid_a_chain(np, options, 
 def test_a_head_that_cannot_be_sliced_is_refused_or_stays_on_rank_0(tmp_path):
     path = write_random_model(tmp_path / "model.gguf", RandomSpec(n_layer=4, n_vocab=512))
     head = write_eagle(tmp_path / "head.gguf", path, (0, 1, 3), heads=1)
-    words = [sys.executable, "-m", "pipeinfer", "generate", "-m", str(path), "-p", "x", "-n", "4",
-             "--eagle", str(head), "--grid", "1x2", "-t", "1"]
-    assert launch.run(3, words, timeout=60).returncode == 0
-    done = launch.run(3, [*words, *INSIDE], timeout=60)
-    assert done.returncode != 0
-    assert "head.gguf cannot be cut into 2 slices" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    words = ["-m", path, "-p", "x", "-n", "4", "--eagle", head, "--grid", "1x2", "-t", "1"]
+    launch.answered(3, *words)
+    launch.refused(3, "generate", *words, *INSIDE, code=4, lines=1,
+                   says="head.gguf cannot be cut into 2 slices")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-
 import pytest
 
 from pipeinfer.core.types import SamplingParams
@@ -13,7 +10,6 @@ from pipeinfer.models.locate import open_tokenizer
 from tests.kit import launch
 from tests.kit.plain_loop import PlainLoop
 from tests.kit.sample import fewer, full
-from tests.mpi.test_jobs import PIPEINFER
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.skipif(
     locate.smollm2() is None,
@@ -21,23 +17,18 @@ pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.skipif(
 QUESTION = "What is photosynthesis?"
 
 
-def answer(done: subprocess.CompletedProcess[str]) -> dict:
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 @pytest.mark.parametrize(("question", "words"), [
     ("Say hello in French.", ("bonjour", "french")),
     full(QUESTION, ("photosynthesis is", "plants", "light", "energy", "carbon dioxide"))])
 def test_it_answers_coherently_and_the_same_over_ranks(question, words):
-    asked = [*PIPEINFER, "generate", "-m", "smollm2", "--chat", "-p", question, "-n", "192",
-             "--temp", "0", "-c", "512", "--json"]
     loop, tokenizer = PlainLoop(locate.smollm2()), open_tokenizer(locate.smollm2())
     prompt = tokenizer.encode_chat([{"role": "user", "content": question}])
     plain = loop.generate(prompt, 192, SamplingParams(), ignore_eos=False)
     loop.close()
     tokenizer.close()
-    over_ranks = answer(launch.run(fewer(4, 3), asked))
+    over_ranks = launch.answered(
+        fewer(4, 3), "-m", "smollm2", "--chat", "-p", question, "-n", "192", "--temp", "0", "-c",
+        "512")
     assert over_ranks["tokens"] == plain
     assert over_ranks["stats"]["reason"] == "stop"
     text = over_ranks["text"].lower()

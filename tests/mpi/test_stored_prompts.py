@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
-
 import pytest
 
 from tests.kit import launch
@@ -12,17 +9,13 @@ from tests.kit.random_model import tiny, write_random_model
 from tests.kit.sample import full
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
-PIPEINFER = [sys.executable, "-m", "pipeinfer"]
 TEXT = "def read(path):\n    return open(path).read()\n\n\n" * 12
-ASK = ["generate", "-p", TEXT, "-n", "40", "--temp", "0.8", "--seed", "5", "--ignore-eos", "--json",
-       "-c", "1024", "-t", "1", "--set", "split=equal", "--set", "chunk=32"]
+ASK = ["-p", TEXT, "-n", "40", "--temp", "0.8", "--seed", "5", "--ignore-eos", "-c", "1024", "-t",
+       "1", "--set", "split=equal", "--set", "chunk=32"]
 
 
 def generate(np, *more):
-    done = launch.run(np, [*PIPEINFER, *ASK, *more], timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout, done.stderr
-    found = json.loads(done.stdout)
+    found = launch.answered(np, *ASK, *more)
     return found["tokens"], found["stats"]
 
 

@@ -215,14 +215,43 @@ def job_processes(job):
             or "pipeinfer" in p.name()}
 
 
+def rank_of(job, rank):
+    """The process of a rank."""
+    old = job_processes(job)
+    (found,) = (p for p in old.values()
+                if p.environ().get("OMPI_COMM_WORLD_RANK") == str(rank) and "serve" in p.cmdline()
+                and p.parent().pid not in old)
+    return found
+
+
+def read(answer, enough=10**6):
+    """A stream's events until it breaks off, or so many tokens are there: the number of the last
+    one, the tokens, and the answer's id. The stream stays open."""
+    last, found, name = -1, [], ""
+    with contextlib.suppress(requests.ConnectionError, requests.exceptions.ChunkedEncodingError):
+        answer.lines = answer.iter_lines()  # which would close it if it went
+        for line in answer.lines:
+            if line.startswith(b"id: "):
+                last = int(line[4:])
+            elif line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                found += event.get("pipeinfer", {}).get("tokens", [])
+                name = event["id"]
+            if len(found) >= enough:
+                break
+    return last, found, name
+
+
 @contextlib.contextmanager
-def supervised(job, port, *more, ranks=3):
-    """A real server under launch/run, which starts it again. It is slow enough for what happens to
-    a stream to come before its end."""
-    process = launch.start([RUN, str(ranks), "serve", "--port", str(port), "-c", "512", "-t", "1",
-                            "--hook", "pace=60", *more],
+def supervised(*more, ranks=3):
+    """A real server under launch/run, which starts it again; its `job`. It is slow enough for what
+    happens to a stream to come before its end."""
+    job = f"test-{os.getpid()}-{time.monotonic_ns()}"
+    process = launch.start([RUN, str(ranks), "serve", "--port", str(launch.free_port()), "-c",
+                            "512", "-t", "1", "--hook", "pace=60", *more],
                            timeout=200, PIPEINFER_RESTARTS="2", PIPEINFER_JOB=job)
     served = Served(process)
+    served.job = job
     try:
         served.wait_until_ready()
         yield served
@@ -239,23 +268,20 @@ def supervised(job, port, *more, ranks=3):
 
 
 def test_streams_go_on_with_the_same_tokens_when_the_head_is_killed():
-    job = f"test-{os.getpid()}-{time.monotonic_ns()}"
-    with supervised(job, launch.free_port()) as served:
+    with supervised() as served:
         wanted, whole = tokens(served), Stream(served).ended().tokens
         assert len(whole) == 120
         disturbed = Stream(served)
         served.until(lambda: len(disturbed.tokens) > 5, "tokens")
-        old = job_processes(job)
-        (head,) = (p for p in old.values()
-                   if p.environ().get("OMPI_COMM_WORLD_RANK") == "0" and "serve" in p.cmdline()
-                   and p.parent().pid not in old)
-        head.kill()
+        old = job_processes(served.job)
+        rank_of(served.job, 0).kill()
         alive = psutil.wait_procs(old.values(), timeout=10)[1]
         assert not alive, alive
         assert disturbed.ended().tokens == whole
         assert disturbed.last["timings"]["restarts_n"] == 1
         assert disturbed.last["timings"]["same_arithmetic"] is True
-        assert not set(old) & {p.pid for p in job_processes(job).values()} - {served.process.pid}
+        assert not set(old) & {p.pid for p in job_processes(served.job).values()} - {
+            served.process.pid}
         assert tokens(served) == wanted
         assert "starting again in 1 s" in "".join(served.log)
 
@@ -263,36 +289,16 @@ def test_streams_go_on_with_the_same_tokens_when_the_head_is_killed():
 def test_a_repeated_request_gets_the_rest_after_the_http_process_is_killed(tmp_path):
     """Two clients of a server with a journal, at temperature 1: one has given its request a name,
     the other knows the answer's id."""
-    job = f"test-{os.getpid()}-{time.monotonic_ns()}"
     body = {**ASK, "max_tokens": 120, "stream": True, "temperature": 1.0, "seed": 11}
-    with supervised(job, launch.free_port(), "--journal", str(tmp_path / "journal"),
-                    ranks=2) as served:
+    with supervised("--journal", str(tmp_path / "journal"), ranks=2) as served:
         url = f"{served.url}/v1/completions"
-
-        def read(answer, enough=10**6):
-            last, found = -1, []
-            with contextlib.suppress(requests.ConnectionError,
-                                     requests.exceptions.ChunkedEncodingError):
-                answer.lines = answer.iter_lines()  # which would close it if it went
-                for line in answer.lines:
-                    if line.startswith(b"id: "):
-                        last = int(line[4:])
-                    elif line.startswith(b"data: {"):
-                        event = json.loads(line[6:])
-                        found += event.get("pipeinfer", {}).get("tokens", [])
-                        name = event["id"]
-                    if len(found) >= enough:
-                        break
-            return last, found, name
-
         whole = read(requests.post(url, json=body, stream=True, timeout=90))[1]
         assert len(whole) == 120
         named = {"Idempotency-Key": "the one"}
         streams = [requests.post(url, json=body, headers=named, stream=True, timeout=90),
                    requests.post(url, json=body, stream=True, timeout=90)]
         (first, begun, _), (_, _, name) = (read(stream, 6) for stream in streams)
-        (door,) = (p for p in psutil.Process(served.process.pid).children(recursive=True)
-                   if "pipeinfer.server" in p.cmdline())
+        door = served.door()
         door.kill()
         psutil.wait_procs([door], timeout=10)
         served.until(lambda: served.health()[0] == 200, "the server", 90)

@@ -1,4 +1,4 @@
-"""Stages on torch over real ranks: mixed backends, folders, errors."""
+"""Stages on torch over real ranks: mixed backends, also in grids, folders, errors."""
 
 # ruff: noqa: E402  (skipped where a package is missing)
 from __future__ import annotations
@@ -14,11 +14,13 @@ for _package in ("torch", "transformers", "safetensors"):
 from pipeinfer.backends.pytorch.backend import TorchBackend
 from pipeinfer.backends.pytorch.options import TorchOptions
 from pipeinfer.cli.generate import generate
-from pipeinfer.models.locate import open_tokenizer
+from pipeinfer.models.gguf import ModelFile
+from pipeinfer.models.shard import extract_shard
 from tests.kit import launch
 from tests.kit.embedded_folder import write_folder
-from tests.kit.references import StagedLoop
-from tests.kit.refusals import output, refusal
+from tests.kit.llama import load
+from tests.kit.references import StagedLoop, encoded
+from tests.kit.refusals import assert_refused, output
 from tests.kit.sample import fewer
 from tests.mpi.test_jobs import EMBEDDED, PIPEINFER
 
@@ -33,38 +35,56 @@ def folder(tmp_path_factory):
     return write_folder(TARGET, tmp_path_factory.mktemp("hf") / "target")
 
 
-def test_ranks_on_different_backends(tmp_path, folder):
-    """A nodes file cannot tell ranks of one host apart, so each rank is asked for its own."""
-    ranks = ('case "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}" in 1) export PIPEINFER_BACKEND=torch;; '
-             '*) export PIPEINFER_BACKEND=llamacpp;; esac; exec "$@"')
-    job = ["sh", "-c", ranks, "sh", *PIPEINFER, "generate", "-p", PROMPT, "-n", "12", "--temp",
-           "0", "-c", "512", "-t", "1", "--json", "--device", "cpu", "--head-stage"]
-    done = launch.run(2, job)
+def on_torch(np, torch_ranks, *arguments):
+    """A job in which these ranks are asked for torch, the others for llama.cpp: a nodes file
+    cannot tell ranks of one host apart."""
+    ranks = (f'case "${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}}" in {torch_ranks}) export '
+             'PIPEINFER_BACKEND=torch;; *) export PIPEINFER_BACKEND=llamacpp;; esac; exec "$@"')
+    return launch.run(np, ["sh", "-c", ranks, "sh", *PIPEINFER, "generate", "-p", PROMPT, "-n",
+                           "12", "--temp", "0", "-c", "512", "-t", "1", "--json", "--device",
+                           "cpu", *arguments])
+
+
+def test_ranks_on_different_backends():
+    done = on_torch(2, "1", "--head-stage")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     stages = answer["stats"]["stages"]
     assert [stages[k]["backend"] for k in ("1", "2")] == ["llamacpp", "torch"]
     assert "different backends" in done.stderr + json.dumps(answer)
-    from pipeinfer.backends.llamacpp.backend import LlamaCppBackend
-    from pipeinfer.backends.llamacpp.context import LlamaOptions
-    from pipeinfer.models.gguf import ModelFile
-    from pipeinfer.models.shard import extract_shard
-
     path = EMBEDDED / "target.gguf"
     cut = stages["1"]["layers"][1]
-    first = LlamaCppBackend.load(
-        extract_shard(ModelFile(path), 0, cut), layers=(0, cut), n_layers_total=12, first=True,
-        last=False, n_ctx=512, n_seq_max=1, n_batch=64, n_threads=1,
-        options=LlamaOptions(layer_callbacks=True))
+    first = load(extract_shard(ModelFile(path), 0, cut), (0, cut), 12, layer_callbacks=True)
     last = TorchBackend.load(path, layers=(cut, 12), n_ctx=512, n_seq_max=1, n_batch=64,
                              n_threads=1, options=TorchOptions("cpu"))
-    tokenizer = open_tokenizer(path)
     loop = StagedLoop(first, last)
-    expected = loop.generate(tokenizer.encode(PROMPT), 12)
+    expected = loop.generate(encoded(path, PROMPT), 12)
     loop.close()
-    tokenizer.close()
     assert answer["tokens"] == expected[: len(answer["tokens"])]
     assert answer["tokens"]
+
+
+def test_the_members_of_a_stage_are_on_one_backend():
+    done = on_torch(3, "2", "--policy", "iterative", "--grid", "1x2")
+    assert done.returncode == 2, done.stderr[-2000:]
+    lines = [line for line in done.stderr.splitlines() if "error" in line]
+    assert len(lines) == 1
+    assert "stage 1 would have rank 1 on llamacpp and rank 2 on torch" in lines[0]
+
+
+@pytest.mark.full("ranks on different backends, and grids on torch in tests/mpi/test_matrix.py")
+@pytest.mark.parametrize(("few", "many"), [("1", "1|2"), ("2", "3")])
+def test_stages_of_a_grid_may_be_on_different_backends(few, many):
+    """Slices on torch before a whole stage on llama.cpp, and the other way round."""
+    answers = []
+    for np, ranks, grid in ((3, few, ("--slices", "2,1", "--layers", "5,7")),
+                            (4, many, ("--grid", "2,1", "--layers", "5,7"))):
+        done = on_torch(np, ranks, "--policy", "iterative", *grid)
+        assert done.returncode == 0, done.stderr[-2000:]
+        answers.append(json.loads(done.stdout))
+    assert answers[0]["tokens"] == answers[1]["tokens"]
+    kinds = [stage["backend"] for stage in answers[1]["stats"]["stages"].values()]
+    assert sorted(set(kinds)) == ["llamacpp", "torch"]
 
 
 def test_the_command_line_with_a_folder_in_bfloat16(folder):
@@ -76,8 +96,7 @@ def test_the_command_line_with_a_folder_in_bfloat16(folder):
     assert [s["backend"] for s in answer["stats"]["stages"].values()] == ["torch"]
     whole = TorchBackend.load(folder, n_ctx=512, n_seq_max=1, n_batch=64, n_threads=1,
                               options=TorchOptions("cpu", "bfloat16"))
-    tokenizer = open_tokenizer(folder)
-    assert answer["tokens"] == StagedLoop(whole).generate(tokenizer.encode(PROMPT), 10)
+    assert answer["tokens"] == StagedLoop(whole).generate(encoded(folder, PROMPT), 10)
 
 
 @pytest.mark.parametrize(("args", "code", "says"), [
@@ -89,9 +108,7 @@ def test_the_command_line_with_a_folder_in_bfloat16(folder):
 ])
 def test_impossible_options_are_refused_with_the_reason(folder, args, code, says):
     args = [arg.format(folder=folder) for arg in args]
-    found, line = refusal(generate, ["-p", "x", "-n", "1", *args])
-    assert found == code, line
-    assert says in line
+    assert_refused(generate, ["-p", "x", "-n", "1", *args], code, says)
 
 
 def test_without_torch_its_absence_is_said_and_the_rest_works(tmp_path):

@@ -4,8 +4,6 @@ them is lost, and for several requests at once."""
 from __future__ import annotations
 
 import concurrent.futures
-import json
-import sys
 
 import pytest
 
@@ -23,11 +21,8 @@ TURNS = {"PIPEINFER_TURNS": "auto", "PIPEINFER_THREADS": "0", "PIPEINFER_THREADS
 
 
 def generate(np, *more):
-    done = launch.run(np, [
-        sys.executable, "-m", "pipeinfer", "generate", "-p", PROMPT, "-n", "60", "--temp", "0.8",
-        "--seed", "5", "--ignore-eos", "--json", "-c", "512", *more], timeout=90, **TURNS)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return launch.answered(np, "-p", PROMPT, "-n", "60", "--temp", "0.8", "--seed", "5",
+                           "--ignore-eos", "-c", "512", *more, timeout=90, **TURNS)
 
 
 @pytest.fixture(scope="module")

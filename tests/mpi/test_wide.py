@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,7 +12,7 @@ from tests.kit import launch
 from tests.kit.own_caches import own_caches
 from tests.kit.random_model import RandomSpec, write_random_model
 from tests.kit.references import alone
-from tests.kit.refusals import refusal
+from tests.kit.refusals import assert_refused
 from tests.kit.served import serve
 from tests.mpi.test_jobs import PIPEINFER
 
@@ -33,10 +32,8 @@ def test_the_draft_takes_turns_with_a_stage_of_which_rank_0_is_a_member():
 
 
 def generate(np, *arguments, **env):
-    done = launch.run(np, [*PIPEINFER, "generate", "-p", "def add(a, b):\n", "-n", "24", "--temp",
-                           "0", "--json", *arguments], **env)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+    return launch.answered(np, "-p", "def add(a, b):\n", "-n", "24", "--temp", "0", *arguments,
+                           **env)
 
 
 def test_slices_give_the_same_tokens_whatever_ranks_hold_them(tmp_path):
@@ -81,9 +78,7 @@ def test_the_best_grid_is_chosen_or_it_is_said_why_none_is():
 def test_grids_that_cannot_be_are_refused_in_one_line(np, arguments, what):
     words = ["-p", "x", "-n", "2", *arguments]
     if np == 1:
-        code, line = refusal(generate_command, words)
-        assert code == 2
-        assert what in line
+        assert_refused(generate_command, words, 2, what)
         return
     done = launch.run(np, [*PIPEINFER, "generate", *words])
     assert done.returncode in (2, 4), done.stderr[-2000:]

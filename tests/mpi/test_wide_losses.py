@@ -7,37 +7,28 @@ import fcntl
 import json
 import os
 import signal
-import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
+import requests
 
-from pipeinfer.models.locate import open_tokenizer
 from pipeinfer.planning.wide import shares_of
 from pipeinfer_lab.chaos.job import ServerJob, poll
 from tests.kit import launch
+from tests.kit.launch import PIPEINFER
 from tests.kit.random_model import tiny, write_random_model
-from tests.kit.references import alone, seeded
+from tests.kit.references import alone, encoded, seeded
 from tests.kit.sample import full
 from tests.kit.sliced_loop import SlicedLoop
 
 pytestmark = [pytest.mark.mpi, pytest.mark.slow]
-GENERATE = [sys.executable, "-m", "pipeinfer", "generate", "-p", "def read(path):\n", "-n", "60",
-            "--temp", "0.8", "--seed", "5", "--ignore-eos", "--json", "-c", "512", "-t", "1"]
+ASK = ["-p", "def read(path):\n", "-n", "60", "--temp", "0.8", "--seed", "5", "--ignore-eos", "-c",
+       "512", "-t", "1"]
 MEMORY, MESSAGES = ("--set", "sum_path=memory"), ("--set", "sum_path=messages")
 SPARE = ("--spares", "1")
 QUICK = ("--heartbeat", "1")
-
-
-def generate(np, *more):
-    return launch.run(np, [*GENERATE, *more], timeout=100)
-
-
-def out_of(done):
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +72,7 @@ def held(path):
 ])
 def test_the_grid_goes_on_with_the_tokens_of_before(undisturbed, np, grid, fault, more):
     before = regions()
-    found = out_of(generate(np, "--grid", grid, "--hook", f"fault={fault}", *more))
+    found = launch.answered(np, *ASK, "--grid", grid, "--hook", f"fault={fault}", *more)
     if "3" not in grid:  # other slices, other roundings
         assert found["tokens"] == undisturbed
     assert any("went on after" in note for note in found["stats"]["notes"])
@@ -91,8 +82,10 @@ def test_the_grid_goes_on_with_the_tokens_of_before(undisturbed, np, grid, fault
 
 
 def test_a_slow_member_costs_time_and_no_token(undisturbed):
-    done = generate(3, "--grid", "1x2", "--hook", "fault=slow@2:ms=10")
-    found = out_of(done)
+    done = launch.run(3, [*PIPEINFER, "generate", "--json", *ASK, "--grid", "1x2", "--hook",
+                          "fault=slow@2:ms=10"], timeout=100)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
     assert "pipeinfer: fault: slow@2:ms=10" in done.stderr
     assert found["tokens"] == undisturbed
     leader, slow = (found["stats"]["stages"][node] for node in ("1", "2"))
@@ -101,7 +94,8 @@ def test_a_slow_member_costs_time_and_no_token(undisturbed):
 
 
 def test_where_nobody_can_take_over_it_says_what_is_missing():
-    done = generate(4, "--grid", "2,1", "--hook", "fault=kill@3:decode=10")
+    done = launch.run(4, [*PIPEINFER, "generate", *ASK, "--grid", "2,1", "--hook",
+                          "fault=kill@3:decode=10"], timeout=100)
     assert done.returncode == 6, done.stderr
     assert "rank 3 is dead" in done.stderr
     assert "start the job again, with --spares to survive this" in done.stderr
@@ -125,17 +119,14 @@ def test_a_spare_takes_the_experts_and_states_of_a_lost_member(tmp_path, name, g
         name.partition(",")[0], qtype="Q8_0", n_layer=12, expert_ff=COLUMNS.get(name, 64)))
     loop = SlicedLoop(path, layers, [own or (1.0,) for own in shares_of(slices, widths)],
                       n_ctx=256, cache_dir=tmp_path)
-    tokenizer = open_tokenizer(path)
-    expected = loop.generate(tokenizer.encode("the rain in"), 40, seeded(3))
+    expected = loop.generate(encoded(path, "the rain in"), 40, seeded(3))
     loop.close()
-    tokenizer.close()
-    done = launch.run(2 + sum(widths), [
-        sys.executable, "-m", "pipeinfer", "generate", "-m", str(path), "-md", str(path), "-p",
-        "the rain in", "-n", "40", "-c", "256", "-t", "1", "--temp", "0.8", "--seed", "3",
-        "--ignore-eos", "--json", "--grid", ",".join(map(str, widths)), "--layers",
-        ",".join(map(str, layers)), *(["--slices", slices] if slices else []), *SPARE,
-        "--hook", "fault=kill@2:decode=9", "--set", "turns=off"])
-    found = out_of(done)
+    found = launch.answered(
+        2 + sum(widths), "-m", path, "-md", path, "-p", "the rain in", "-n", "40", "-c", "256",
+        "-t", "1", "--temp", "0.8", "--seed", "3", "--ignore-eos", "--grid",
+        ",".join(map(str, widths)), "--layers", ",".join(map(str, layers)),
+        *(["--slices", slices] if slices else []), *SPARE, "--hook", "fault=kill@2:decode=9",
+        "--set", "turns=off")
     assert found["tokens"] == expected
     assert found["stats"]["recovered"]
 
@@ -144,26 +135,15 @@ BODIES = [{"prompt": prompt, "max_tokens": 300, "temperature": 0.7, "seed": seed
            "ignore_eos": True} for seed, prompt in enumerate(("import os\n", "class A:\n", "x = "))]
 
 
-def asked(job):
-    """Texts of requests that run at once, and the threads that wait for them."""
-    texts = {}
-
-    def ask(index):
-        texts[index] = post(job.url, BODIES[index])
-
-    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(BODIES))]
-    for thread in threads:
-        thread.start()
-    return texts, threads
+def asked(job, pool):
+    """Futures of the texts of requests that run at once."""
+    return [pool.submit(lambda body=body: requests.post(
+        f"{job.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"])
+        for body in BODIES]
 
 
-def post(url, body):
-    import urllib.request
-
-    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(),
-                                     {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.loads(answer.read())["choices"][0]["text"]
+def texts(answers):
+    return [one.result() for one in answers]
 
 
 @pytest.mark.full("a member that stops in test_the_grid_goes_on_with_the_tokens_of_before")
@@ -172,28 +152,20 @@ def test_a_member_that_resumes_after_its_replacement_changes_no_stream(rank):
     """Its watchdog sleeps, too, as on a machine that is frozen; others have its slices by then."""
     arguments = ["--port", "0", "-c", "1024", "-t", "1", "--parallel", "3", "--grid", "1x2",
                  "--heartbeat", "1", *SPARE]
-    with ServerJob(4, arguments, seconds=150) as job:
+    with ServerJob(4, arguments, seconds=150) as job, ThreadPoolExecutor() as pool:
         ranks = job.await_ranks(60)
         job.await_ready(60)
-        wanted, threads = asked(job)
-        for thread in threads:
-            thread.join(60)
-        found, threads = asked(job)
+        wanted = texts(asked(job, pool))
+        found = asked(job, pool)
         frozen = [ranks[rank], *watchdogs(job, ranks[rank].pid)]
         assert len(frozen) == 2
         for process in frozen:
             process.send_signal(signal.SIGSTOP)
-        for thread in threads:
-            thread.join(60)
+        assert texts(found) == wanted
         for process in frozen:
             process.send_signal(signal.SIGCONT)
-        assert found == wanted
-        assert len(found) == len(BODIES)
         assert poll(lambda: not frozen[0].is_running(), 10.0)
-        again, threads = asked(job)
-        for thread in threads:
-            thread.join(60)
-        assert again == wanted
+        assert texts(asked(job, pool)) == wanted
         assert job.drain(20) == 0
         assert job.left_over(5.0) == []
 

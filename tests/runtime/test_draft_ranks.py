@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from pipeinfer.core.control import DraftSetup
-from pipeinfer.core.drafting import Prefix, Proposal, StartDraft
+from pipeinfer.core.drafting import Proposal
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import ClusterError, ModelError, TransportTimeout
 from pipeinfer.runtime.draft_rank import DraftRank
@@ -18,6 +18,7 @@ from pipeinfer.runtime.drafts import DraftPosts, DraftTeam, RemoteDraft
 from pipeinfer.scheduler.events import Drafted
 from pipeinfer.strategies.proposers.draft_model import DraftModel
 from pipeinfer.transport.inproc import local_ports
+from tests.kit.drafting import job as kit_job
 from tests.kit.toy import ToyBackend, ToySpec
 
 SPEC = ToySpec(n_vocab=12, n_layers=3, n_embd=8, seed=2)
@@ -58,6 +59,8 @@ class Rank:
         one.close()
 
     def __enter__(self):
+        if self.setup.model == "toy":
+            self.draft.await_ready(SECONDS)
         return self
 
     def __exit__(self, *_):
@@ -72,16 +75,13 @@ class Rank:
         return found
 
 
-def job(accepted, suffix=(), number=1, lane=0, **change):
-    values = {"params": SamplingParams(), "max_tokens": 4, "max_depth": 4, "branches": 1,
-              "p_min": 0.0, "p_split": 0.2, "stop_ids": frozenset(), **change}
-    return StartDraft(number, lane, Prefix(accepted), len(accepted), tuple(suffix), **values)
+def job(accepted, suffix=(), number=1, **change):
+    return kit_job(accepted, suffix, job_id=number, **change)
 
 
 def test_guesses_are_those_of_a_draft_on_rank_0():
     rng = random.Random(1)
     with Rank(n_ctx=96) as ranks:  # so few cells that paths give way to others
-        ranks.draft.await_ready(SECONDS)
         accepted, lane, params = [3, 1], 0, SamplingParams()
         for number in range(60):
             accepted = accepted + [rng.randrange(12) for _ in range(rng.randrange(3))]
@@ -89,7 +89,7 @@ def test_guesses_are_those_of_a_draft_on_rank_0():
                 lane, accepted = lane + 1, accepted[: rng.randrange(1, 6)]
                 params = SamplingParams(rng.choice([0.0, 0.8]), key=lane)
             wanted = job(accepted, [rng.randrange(12) for _ in range(rng.randrange(4))], number,
-                         lane, params=params, branches=rng.choice([1, 3]), p_split=0.05,
+                         lane=lane, params=params, branches=rng.choice([1, 3]), p_split=0.05,
                          alternatives=rng.choice([0, 2]))
             ranks.draft.start(wanted)
             found = ranks.answer()
@@ -100,7 +100,6 @@ def test_guesses_are_those_of_a_draft_on_rank_0():
 
 def test_a_stopped_job_is_not_answered_and_the_next_one_is():
     with Rank() as ranks:
-        ranks.draft.await_ready(SECONDS)
         for number in range(1, 6):
             ranks.draft.start(job([3, 1], number=number))
         for number in range(1, 5):
@@ -134,7 +133,6 @@ def test_a_lane_that_begins_anew_leaves_jobs_asked_before_as_they_were():
 def test_numbers_of_jobs_may_come_again():
     """Another policy in the same job: a new scheduler counts from 1, over the same ranks."""
     with Rank() as ranks:
-        ranks.draft.await_ready(SECONDS)
         for _ in range(5):
             before = ranks.draft
             for number in (1, 2, 3):
@@ -193,7 +191,6 @@ class Quick:
 
 def test_of_two_drafts_the_quick_one_answers_where_the_better_one_is_too_slow():
     with Rank() as ranks:
-        ranks.draft.await_ready(SECONDS)
         quick = Quick()
         team = DraftTeam((quick, ranks.draft))
         team.slot = lambda: 1e-9  # stages are quicker than any draft
@@ -208,7 +205,6 @@ def test_of_two_drafts_the_quick_one_answers_where_the_better_one_is_too_slow():
 
 def test_a_better_draft_that_keeps_up_with_the_stages_is_waited_for():
     with Rank() as ranks:
-        ranks.draft.await_ready(SECONDS)
         quick = Quick()
         team = DraftTeam((quick, ranks.draft))
         team.slot = lambda: 1e3
@@ -265,7 +261,6 @@ def test_a_job_for_trees_gets_the_tree_of_both_drafts(branches, tokens):
 
 def test_a_better_draft_that_is_first_is_the_answer():
     with Rank() as ranks:
-        ranks.draft.await_ready(SECONDS)
         quick = Quick()
         team = DraftTeam((quick, ranks.draft))
         team.start(job([3, 1], number=1))
@@ -341,7 +336,6 @@ def test_every_job_of_three_gets_one_answer(seed, local):
 def test_a_job_at_a_rank_whose_draft_failed_later_is_answered():
     """Another choice of proposers could not be loaded, and the former one goes on."""
     with Rank() as ranks:
-        ranks.draft.await_ready(SECONDS)
         other = RemoteDraft(DraftPosts(ranks.head), {
             1: structs.replace(ranks.setup, model="elsewhere")})
         with pytest.raises(ClusterError, match="elsewhere does not exist"):

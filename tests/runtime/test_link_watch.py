@@ -45,10 +45,10 @@ class Cut:
 
 
 class Job:
-    """A head and three stages of one layer each, worked on by turns. busy: a stage that takes its
-    messages no more once it has taken so many."""
+    """A head with a request, and three stages of one layer each, worked on by turns. busy: a stage
+    that takes its messages no more once it has taken so many."""
 
-    def __init__(self, monkeypatch, source=0, node=0, after=0, busy=(0, 0)):
+    def __init__(self, monkeypatch, source=0, node=0, after=0, busy=(0, 0), asks=True):
         self.now, self.tokens = 1e3, []
         clock = SimpleNamespace(monotonic=self._look, time=time.time,
                                 perf_counter=time.perf_counter)
@@ -64,6 +64,8 @@ class Job:
         self.head = heads.Head(ports[0], Grid.plain(3), Scheduler(
             Limits(n_ctx=64, policy=Policy.ITERATIVE)), None, timeout=TIMEOUT)
         self._busy, self._left = busy
+        if asks:
+            self.head.submit(Request(0, (5, 6, 7), 30))
 
     def _look(self):
         self.now += 1e-6
@@ -97,7 +99,6 @@ class Job:
 @pytest.fixture
 def whole(monkeypatch):
     job = Job(monkeypatch)
-    job.head.submit(Request(0, (5, 6, 7), 30))
     job.run(1.0)
     assert len(job.tokens) == 30
     return job.tokens
@@ -106,7 +107,6 @@ def whole(monkeypatch):
 @pytest.mark.parametrize("link", [(1, 2), (2, 3)])
 def test_the_nodes_of_a_cut_link_are_named_long_before_the_deadline(whole, monkeypatch, link):
     job = Job(monkeypatch, *link, after=12)
-    job.head.submit(Request(0, (5, 6, 7), 30))
     with pytest.raises(LinkCut, match=f"rank {link[0]} sends .* to rank {link[1]} ") as found:
         job.run(1.0)
     assert (found.value.source, found.value.target) == link
@@ -117,7 +117,6 @@ def test_the_nodes_of_a_cut_link_are_named_long_before_the_deadline(whole, monke
 
 def test_a_cut_link_is_reported_once_and_the_deadline_restarts(monkeypatch):
     job, losses = Job(monkeypatch, 1, 2, after=12), []
-    job.head.submit(Request(0, (5, 6, 7), 30))
     job.head.on_loss = lambda loss: losses.append((loss.source, loss.target))
     for _ in range(100):
         job.turn(1.0)
@@ -134,7 +133,6 @@ def test_a_cut_link_is_reported_once_and_the_deadline_restarts(monkeypatch):
 
 def test_a_long_computation_is_not_taken_for_a_cut_link(monkeypatch):
     job = Job(monkeypatch, busy=(2, 6))
-    job.head.submit(Request(0, (5, 6, 7), 30))
     with pytest.raises(TransportTimeout, match=r"waited 16\.0 s for RESULT"):
         job.run(1.0)
 
@@ -142,7 +140,6 @@ def test_a_long_computation_is_not_taken_for_a_cut_link(monkeypatch):
 def test_a_late_result_is_still_delivered(whole, monkeypatch):
     """All of it a little earlier than what would count as lost."""
     job = Job(monkeypatch)
-    job.head.submit(Request(0, (5, 6, 7), 30))
     for _ in range(400):
         for stage in job.stages.values():  # a stage at a time: the others have been idle for long
             job.now += TIMEOUT / 5
@@ -156,7 +153,6 @@ def test_a_late_result_is_still_delivered(whole, monkeypatch):
 
 def test_stages_that_took_long_to_load_have_the_whole_deadline(monkeypatch):
     job = Job(monkeypatch)
-    job.head.submit(Request(0, (5, 6, 7), 30))
     job.turn()
     job.now += 2 * TIMEOUT
     job.head.restart(Grid.plain(3), job.head.scheduler.limits, None)
@@ -168,7 +164,7 @@ def test_stages_that_took_long_to_load_have_the_whole_deadline(monkeypatch):
 
 
 def test_a_message_through_all_stages_shows_that_all_links_are_there(monkeypatch):
-    job = Job(monkeypatch)
+    job = Job(monkeypatch, asks=False)
     port, watch = job.head._port, link_watch.LinkWatch(job.head._port, Grid.plain(3), 4.0)
     watch.greet()
     for stage in job.stages.values():

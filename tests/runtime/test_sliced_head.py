@@ -26,9 +26,9 @@ from pipeinfer.runtime.pulse import Pulse
 from pipeinfer.runtime.sliced_head import HeadMember, HeadSlices, joined, packed
 from pipeinfer.strategies.proposers.target_head import TargetHead
 from pipeinfer.transport.inproc import local_ports
-from tests.backends import test_heads
 from tests.backends.test_heads import OPTIONS, SIZES, TEXT, parts, tapped, written
 from tests.kit.clockwork import write_eagle
+from tests.kit.drafting import job
 from tests.kit.random_model import RandomSpec, write_random_model
 from tests.kit.sample import full
 
@@ -123,10 +123,6 @@ class Members:
         raise AssertionError("no answer")
 
 
-def job(tokens, **given):
-    return structs.replace(test_heads.job(0, tokens, 6), **given)
-
-
 def same(found, expected):
     assert found
     assert [(one.parent, one.token, one.depth) for one in found] == [
@@ -159,7 +155,7 @@ def test_slices_propose_what_the_whole_head_does(kind, holders, tmp_path):
 
 def test_another_epoch_and_a_stopped_job_leave_the_head_able_to_draft(tmp_path):
     files = Files("glm4moe", tmp_path)
-    wanted = job(TEXT[:20], job_id=1, max_tokens=6, max_depth=4)
+    wanted = job(TEXT[:20], max_tokens=6)
     with Members(files, ((0,), (1,))) as members:
         members.draft.start(wanted)  # before the members have loaded
         assert members.answer().proposals == ()
@@ -193,7 +189,7 @@ def test_a_member_that_does_not_answer_ends_the_wait(tmp_path):
     files = Files("glm4moe", tmp_path)
     with Members(files, ((0,), (1,)), timeout=0.3) as members:
         members.draft.await_ready(SECONDS)
-        members.ports[0].send(2, Tag.TRANSACTION, job(TEXT[:20], job_id=1))
+        members.ports[0].send(2, Tag.TRANSACTION, job(TEXT[:20]))
         members.threads[1].join(SECONDS)
     assert [type(one) for one in members.errors] == [PeerSilent]
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from pipeinfer.backends.composed import WideBackend
-from pipeinfer.backends.llamacpp.eval_callback import compiled
 from pipeinfer.backends.team import Region, SharedTeam
 from pipeinfer.core.grid import Grid, deal
 from pipeinfer.core.messages import Cancel, Decode, LaneOpen, Part, RunCancelled, Tag, Verdict
@@ -30,6 +29,7 @@ from pipeinfer.strategies.proposers.draft_model import DraftModel
 from pipeinfer.transport.inproc import local_ports
 from pipeinfer_lab.faults.delaying import DelayingPort
 from tests.kit.sample import matrix
+from tests.kit.teams import WAYS
 from tests.kit.toy import ToyBackend, ToySpec, draft_of
 from tests.kit.toy_slices import ToyEmbedding, ToySlice, bounds, shape_of
 
@@ -41,8 +41,6 @@ GRIDS = {
     "1x2": ((2,), (2,)), "1x3": ((3,), (3,)), "2x2": ((2, 2), (2, 2)), "1x4": ((4,), (4,)),
     "two slices on one rank": ((1,), (2,)), "2,1": ((2, 1), (2, 2)), "1,3": ((1, 3), (1, 4)),
 }
-WAYS = [pytest.param("memory", marks=pytest.mark.skipif(
-    compiled() is None, reason="sums.c was not compiled here")), "messages"]
 POLICIES = {
     "iterative": {"policy": Policy.ITERATIVE},
     "speculative": {"policy": Policy.SPECULATIVE, "draft_max": 3},

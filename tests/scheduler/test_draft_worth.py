@@ -6,14 +6,15 @@ import math
 
 import pytest
 
-from pipeinfer.core.drafting import Prefix, Proposal, StartDraft
+from pipeinfer.core.drafting import Proposal, StartDraft
 from pipeinfer.core.messages import Decode
-from pipeinfer.core.types import Choice, Request, SamplingParams
+from pipeinfer.core.types import Choice, Request
 from pipeinfer.scheduler.events import AbortRequest, Drafted, Enqueue, RunDone
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.scheduler.worth import Account
 from pipeinfer.strategies.proposers.cascade import Cascade
+from tests.kit.drafting import Fixed, job
 
 
 def questions(worth, count, right, price=0.1, row=0.1):
@@ -50,21 +51,14 @@ def test_models_are_asked_again_where_the_text_becomes_theirs():
 
 @pytest.mark.parametrize(("price", "asked"), [(0.0, True), (0.5, False), (math.inf, False)])
 def test_a_job_goes_to_free_proposers_alone_once_the_models_have_failed(price, asked):
-    scheduler = Scheduler(Limits(n_ctx=900, time_sharing=True, exact_width=4, tree_max=3, p_min=0.0,
-                                 costs=(0.1, 0.2, 0.3), draft_price=price), validate=True)
-    said = list(scheduler.handle(Enqueue(Request(1, (3, 1, 4), 300))))
-    free = []
-    for step in range(60):
-        (run,) = (one for one in said if isinstance(one, Decode))
-        choice = Choice(5 + step % 2)  # never what is guessed
-        rows = len(scheduler.runs[run.run_id].nodes)
-        said = list(scheduler.handle(RunDone(run.run_id, (choice,) * rows)))
-        job = next(one for one in said if isinstance(one, StartDraft) and one.max_tokens)
-        free.append(job.free_only)
-        guesses = () if job.free_only else (Proposal(-1, 9, 0.9, paid=True),)
-        said = list(scheduler.handle(Drafted(job.job_id, guesses, rows=len(guesses))))
-    assert free[0] == (price == math.inf)
-    assert all(not one for one in free) == asked
+    found = asked_at(scheduler_of(price), 1, 60)
+    assert (0 in found) == (price != math.inf)
+    assert (len(found) == 60) == asked
+
+
+def scheduler_of(price):
+    return Scheduler(Limits(n_ctx=900, time_sharing=True, exact_width=4, tree_max=3, p_min=0.0,
+                            costs=(0.1, 0.2, 0.3), draft_price=price), validate=True)
 
 
 def asked_at(scheduler, number, tokens):
@@ -87,8 +81,7 @@ def asked_at(scheduler, number, tokens):
 def test_models_that_would_have_to_read_too_much_are_not_asked_again_in_this_text(price, again):
     """A 7 B that drafted for a 70 B by turns took a tenth of the time to read what it had missed
     while it rested, for one question after each rest."""
-    scheduler = Scheduler(Limits(n_ctx=900, time_sharing=True, exact_width=4, tree_max=3, p_min=0.0,
-                                 costs=(0.1, 0.2, 0.3), draft_price=price), validate=True)
+    scheduler = scheduler_of(price)
     first = asked_at(scheduler, 1, 400)
     assert 0 in first
     assert any(step > 60 for step in first) == again
@@ -96,43 +89,20 @@ def test_models_that_would_have_to_read_too_much_are_not_asked_again_in_this_tex
     assert 0 in asked_at(scheduler, 2, 40)  # a new text is read from its beginning
 
 
-class Fixed:
-    """A proposer that always says the same."""
-
-    rows_evaluated = 0
-
-    def __init__(self, free, *proposals):
-        self.free, self.proposals, self.asked = free, proposals, 0
-
-    def propose(self, job, stopped):
-        self.asked += 1
-        return self.proposals
-
-    def close(self):
-        pass
-
-
-def job(free_only):
-    """A question below one token."""
-    return StartDraft(1, 1, Prefix((1,)), 1, (), SamplingParams(), 4, 4, 1, 0.0, 0.02, frozenset(),
-                      2, free_only=free_only)
-
-
 def test_a_cascade_asks_no_model_for_a_job_that_must_be_free():
-    free = Fixed(True, Proposal(-1, 3, 0.5))
-    model = Fixed(False, Proposal(-1, 7, 0.8, paid=True))
+    free = Fixed(Proposal(-1, 3, 0.5), free=True)
+    model = Fixed(Proposal(-1, 7, 0.8, paid=True))
     both = Cascade([free, model])
-    assert both.propose(job(free_only=True), lambda: False) == free.proposals
+    assert both.propose(job([1], free_only=True), lambda: False) == free.proposals
     assert model.asked == 0
-    found = both.propose(job(free_only=False), lambda: False)
+    found = both.propose(job([1], alternatives=2), lambda: False)
     assert found is not None
     assert [(p.token, p.paid) for p in found] == [(7, True), (3, False)]
 
 
 def test_tokens_that_lookup_names_too_cost_the_model_nothing():
-    free = Fixed(True, Proposal(-1, 3, 0.5), Proposal(0, 4, 0.5), Proposal(1, 5, 0.5))
-    model = Fixed(False, *(Proposal(k - 1, token, 0.8, paid=True)
-                           for k, token in enumerate((3, 4, 6))))
-    found = Cascade([free, model]).propose(job(free_only=False), lambda: False)
+    free = Fixed(Proposal(-1, 3, 0.5), Proposal(0, 4, 0.5), Proposal(1, 5, 0.5), free=True)
+    model = Fixed(*(Proposal(k - 1, token, 0.8, paid=True) for k, token in enumerate((3, 4, 6))))
+    found = Cascade([free, model]).propose(job([1], alternatives=2), lambda: False)
     assert found is not None
     assert [(p.token, p.paid) for p in found] == [(3, False), (4, False), (6, True)]

@@ -50,7 +50,7 @@ def test_chains_are_speculated(policy):
                     tree_max=3)
     pipeline = run_all(limits, [Request(0, (1, 2, 3), 30)], accuracy=0.8, seed=3)
     check_chains(pipeline)
-    assert stats_of(pipeline, 0).accepted_speculative > 5
+    assert pipeline.stats(0).accepted_speculative > 5
 
 
 def check_outputs(pipeline, asked):
@@ -101,14 +101,8 @@ def run_all(limits, asked, **options):
     return pipeline
 
 
-def rows_by_kind(pipeline):
-    runs = [i for i in pipeline.log if isinstance(i, Decode)]
-    return runs, [run for run in runs if len(set(run.lanes)) > 1]
-
-
-def stats_of(pipeline, request_id):
-    return next(i.stats for i in pipeline.log
-                if isinstance(i, Finish) and i.request_id == request_id)
+def shared_runs(pipeline):
+    return [run for run in pipeline.runs() if len(set(run.lanes)) > 1]
 
 
 def test_lanes_share_runs_when_the_pipeline_is_full():
@@ -116,7 +110,7 @@ def test_lanes_share_runs_when_the_pipeline_is_full():
                     chunk=8, partitions=0)
     asked = [Request(i, (1, 2, i), 40) for i in range(6)]
     pipeline = run_all(limits, asked, n_stages=2, seed=1)
-    _, shared = rows_by_kind(pipeline)
+    shared = shared_runs(pipeline)
     assert shared
     assert max(len(run.rows) for run in shared) <= 4
 
@@ -125,9 +119,9 @@ def test_more_lanes_than_r_share_a_run_where_its_rows_were_tried():
     limits = Limits(n_ctx=200, exact_width=2, group_max=5, draft_max=4, tree_max=4, credit=2,
                     parallel=6, chunk=2)
     asked = [Request(i, (1, 2, i), 40) for i in range(6)]
-    runs, shared = rows_by_kind(run_all(limits, asked, n_stages=2, seed=1))
-    assert max(len(run.rows) for run in shared) == 5
-    assert all(len(run.rows) <= 2 for run in runs if len(set(run.lanes)) == 1)
+    pipeline = run_all(limits, asked, n_stages=2, seed=1)
+    assert max(len(run.rows) for run in shared_runs(pipeline)) == 5
+    assert all(len(run.rows) <= 2 for run in pipeline.runs() if len(set(run.lanes)) == 1)
 
 
 def test_nothing_is_shared_where_a_further_row_costs_more_than_a_run():
@@ -135,7 +129,7 @@ def test_nothing_is_shared_where_a_further_row_costs_more_than_a_run():
                     chunk=8, partitions=0, share=(1, 1, 1, 1))
     asked = [Request(i, (1, 2, i), 40) for i in range(6)]
     pipeline = run_all(limits, asked, n_stages=2, seed=1)
-    assert not rows_by_kind(pipeline)[1]
+    assert not shared_runs(pipeline)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -185,15 +179,15 @@ def test_a_shared_run_is_cancelled_only_when_all_its_rows_are_dead():
 def test_speculation_stops_while_requests_fill_the_pipeline_and_resumes():
     limits = Limits(n_ctx=300, exact_width=4, credit=4, parallel=8, chunk=8)
     alone = run_all(limits, [Request(0, (1, 2), 120)], n_stages=3, seed=3)
-    assert stats_of(alone, 0).speculative_runs > 20
+    assert alone.stats(0).speculative_runs > 20
     asked = [Request(i, (1, 2, i), 120 if i == 0 else 40) for i in range(8)]
     crowd = run_all(limits, asked, n_stages=3, seed=3)
-    others = [stats_of(crowd, i).speculative_runs for i in range(1, 8)]
-    assert stats_of(crowd, 0).speculative_runs > 10  # it was alone in the end
+    others = [crowd.stats(i).speculative_runs for i in range(1, 8)]
+    assert crowd.stats(0).speculative_runs > 10  # it was alone in the end
     assert sum(others) < 20
     loud = run_all(Limits(n_ctx=300, exact_width=4, credit=4, parallel=8, chunk=8, alone=True),
                    asked, n_stages=3, seed=3)
-    assert sum(stats_of(loud, i).speculative_runs for i in range(1, 8)) > 60
+    assert sum(loud.stats(i).speculative_runs for i in range(1, 8)) > 60
 
 
 def test_a_long_prompt_does_not_stall_a_running_stream():
@@ -223,21 +217,16 @@ def test_prompts_that_start_alike_are_computed_once():
     prompt_rows = sum(len(i.rows) for i in pipeline.log if isinstance(i, Decode)
                       and i.rows.positions[0] < 41)
     assert prompt_rows == 40 + 4  # each one's last, partial chunk is its own
-    assert sorted(stats_of(pipeline, i).reused for i in range(4)) == [0, 40, 40, 40]
+    assert sorted(pipeline.stats(i).reused for i in range(4)) == [0, 40, 40, 40]
     check_at_rest(pipeline)
 
 
 def test_the_next_turn_of_a_conversation_reuses_the_last_prompt():
     limits = Limits(n_ctx=200, policy=Policy.ITERATIVE, chunk=8, credit=4, kept=1, partitions=0)
     pipeline = Pipeline(limits, n_stages=2, n_vocab=N_VOCAB, seed=6)
-    first = Request(0, BASES[0][:30], 9)
-    pipeline.submit(first)
-    pipeline.drain()
-    second = Request(1, (*first.prompt, *pipeline.output[0], 1, 2, 3), 9)
-    pipeline.submit(second)
-    pipeline.drain()
-    check_outputs(pipeline, [first, second])
-    assert stats_of(pipeline, 1).reused == 24  # whole chunks of the first prompt, no output
+    pipeline.answer(BASES[0][:30], 9)
+    second = pipeline.answer((*BASES[0][:30], *pipeline.output[0], 1, 2, 3), 9, 1)
+    assert second.reused == 24  # whole chunks of the first prompt, no output
     assert len(pipeline.scheduler.admission.prefixes.kept) == 1
     check_at_rest(pipeline)
 
@@ -248,9 +237,7 @@ def test_the_least_recently_used_prompt_goes_first():
     pipeline = Pipeline(limits, n_stages=2, n_vocab=N_VOCAB, seed=7)
 
     def ask(request_id, head):
-        pipeline.submit(Request(request_id, (head,) * 17, 2))
-        pipeline.drain()
-        return stats_of(pipeline, request_id).reused
+        return pipeline.answer((head,) * 17, 2, request_id).reused
 
     assert [ask(0, 1), ask(1, 2), ask(2, 1)] == [0, 0, 16]
     assert ask(3, 3) == 0
@@ -295,7 +282,7 @@ def test_the_youngest_request_is_preempted_without_cells_and_replayed():
     limits = Limits(n_ctx=100, chunk=4, credit=4, parallel=3, cells=100, exact_width=4)
     asked = [Request(i, (1, 2, 3, i), 90) for i in range(3)]
     pipeline = run_all(limits, asked, n_stages=2, seed=8)
-    preempted = [stats_of(pipeline, i).preempted for i in range(3)]
+    preempted = [pipeline.stats(i).preempted for i in range(3)]
     assert preempted[0] == 0
     assert preempted[2] > 0
     order = [i.request_id for i in pipeline.log if isinstance(i, Finish)]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from pipeinfer.core.messages import Decode
 from pipeinfer.core.types import END, Request, SamplingParams, SeqRemove
-from pipeinfer.scheduler.events import Finish
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.scheduler.stored import STATE_CHUNKS, Stored
 from tests.kit.simulated import LossyPipeline, plain
@@ -32,11 +30,11 @@ def ask(made, number=0, prompt=PROMPT, count=12, salt=b""):
     made.submit(Request(number, prompt, count, salt=salt))
     made.drain()
     assert made.output[number] == plain(prompt, count, 7)
-    return next(i.stats for i in reversed(made.log) if isinstance(i, Finish))
+    return made.stats(number)
 
 
 def reads(made):
-    return [run for run in made.log if isinstance(run, Decode) and run.loads]
+    return [run for run in made.runs() if run.loads]
 
 
 @pytest.mark.parametrize("states", [False, True])
@@ -50,7 +48,7 @@ def test_a_new_job_reads_what_an_old_one_has_computed(states):
     run, = reads(again)
     assert [(one.start, one.stop, one.state) for one in run.loads] == [
         (k, k + 4, False) for k in range(0, 20, 4)] + [(0, 20, True)] * states
-    assert not [one for one in again.log if isinstance(one, Decode) and one.saves]
+    assert not [one for one in again.runs() if one.saves]
 
 
 def test_a_chunk_that_one_stage_lacks_is_computed_alone():
@@ -63,10 +61,10 @@ def test_a_chunk_that_one_stage_lacks_is_computed_alone():
     assert stats.restored == 16
     first, second = reads(again)
     assert (len(first.loads), [one.start for one in second.loads]) == (5, [12, 16])
-    computed = [run.saves for run in again.log if isinstance(run, Decode) and run.saves]
+    computed = [run.saves for run in again.runs() if run.saves]
     assert [(one.start, one.stop) for saves in computed for one in saves] == [(8, 12)]
-    assert SeqRemove(first.loads[0].seq_id, 8, END) in [
-        op for run in again.log if isinstance(run, Decode) for op in run.ops]
+    ops = [op for run in again.runs() for op in run.ops]
+    assert SeqRemove(first.loads[0].seq_id, 8, END) in ops
     assert third in old.disks[1]  # computed, so written
 
 
@@ -111,8 +109,7 @@ def test_requests_of_another_salt_find_nothing_in_memory_and_on_disks(states):
 def test_states_lie_at_every_sixteenth_chunk_as_well():
     made = pipeline(structs.replace(LIMITS, states=True))
     ask(made, prompt=tuple(k % 7 for k in range(4 * STATE_CHUNKS + 11)))
-    ends = [one.stop for run in made.log if isinstance(run, Decode) for one in run.saves
-            if one.state]
+    ends = [one.stop for run in made.runs() for one in run.saves if one.state]
     assert ends == [4 * STATE_CHUNKS, 4 * STATE_CHUNKS + 8]
 
 
@@ -150,7 +147,7 @@ def test_an_answer_is_read_by_its_own_replay_alone():
     made.lose(3)
     made.drain()
     assert made.output[0] == plain(PROMPT, 30, 7)
-    prompt, answer = [run for run in made.log[count:] if isinstance(run, Decode) and run.loads]
+    prompt, answer = [run for run in made.runs(count) if run.loads]
     assert [one.stop for one in prompt.loads] == [4, 8, 12, 16, 20]
     assert [one.start for one in answer.loads] == list(range(22, 22 + (length - 1) // 4 * 4, 4))
     turn = (*PROMPT, *made.output[0], 1, 2, 3)  # the next one has other rows there

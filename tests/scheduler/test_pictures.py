@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from pipeinfer.core.drafting import FeedDraft, StartDraft
-from pipeinfer.core.messages import Decode
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.types import Media, Request, SeqCopy, SeqRemove
 from pipeinfer.scheduler import pictures
-from pipeinfer.scheduler.events import Finish, Refuse
+from pipeinfer.scheduler.events import Refuse
 from pipeinfer.scheduler.prefix_cache import piece_end
 from pipeinfer.scheduler.settings import Limits
 from tests.kit.sample import examples
@@ -120,10 +119,8 @@ def test_a_second_turn_about_a_picture_computes_neither_it_nor_what_is_before(ki
     pipeline.submit(second)
     pipeline.drain()
     assert pipeline.output[1] == plain(seen, 12, 7)
-    runs = [item for item in pipeline.log if isinstance(item, Decode)]
-    assert all(run.rows.media is None for run in runs)
-    stats = next(item.stats for item in pipeline.log if isinstance(item, Finish))
-    assert stats.reused >= 23
+    assert all(run.rows.media is None for run in pipeline.runs())
+    assert pipeline.stats(1).reused >= 23
 
 
 def test_equal_pictures_have_equal_tokens_and_no_others_do(monkeypatch):

@@ -11,13 +11,13 @@ from pipeinfer.core.messages import Cancel, Decode
 from pipeinfer.core.policy import COMPONENTS, Ablation, Policy
 from pipeinfer.core.types import END, Choice, Request, SeqCopy, SeqRemove
 from pipeinfer.scheduler import events
-from pipeinfer.scheduler.events import Drafted, Emit, Finish, RunDone
+from pipeinfer.scheduler.events import Drafted, Emit, RunDone
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.sequence_pool import SequencePool
 from pipeinfer.scheduler.settings import PUBLISHED, Limits
 from pipeinfer.scheduler.token_tree import PLANNED, BufferedTree, Node
 from tests.kit.sample import fewer
-from tests.kit.simulated import Pipeline, plain
+from tests.kit.simulated import Pipeline
 
 START = structs.replace(Limits(n_ctx=400, policy=Policy.PUBLISHED, exact_width=8, credit=6,
                                partitions=6), **PUBLISHED)
@@ -29,10 +29,7 @@ def without(ablation):
 
 def long_run(limits, accuracy=0.8, **options):
     pipeline = Pipeline(limits, n_vocab=7, accuracy=accuracy, **{"n_stages": 4, **options})
-    pipeline.submit(Request(0, (1, 2, 3, 4, 5), 150))
-    pipeline.drain()
-    assert pipeline.output[0] == plain((1, 2, 3, 4, 5), 150, 7)
-    return pipeline, next(i.stats for i in pipeline.log if isinstance(i, Finish))
+    return pipeline, pipeline.answer((1, 2, 3, 4, 5), 150)
 
 
 def begin(limits=START):
@@ -166,7 +163,7 @@ def test_a_missing_propagation_is_only_slower(monkeypatch):
 
 def test_every_round_computes_the_accepted_token_once_more():
     pipeline, stats = long_run(START)
-    runs = [i for i in pipeline.log if isinstance(i, Decode)]
+    runs = pipeline.runs()
     cancelled = {run for i in pipeline.log if isinstance(i, Cancel) for run in i.run_ids}
     plain_runs = {i.run_id for i in runs if not i.speculative}
     misses = stats.accepted - stats.accepted_speculative
@@ -180,7 +177,7 @@ def test_every_round_computes_the_accepted_token_once_more():
 @pytest.mark.parametrize("ablation", COMPONENTS[Policy.PUBLISHED])
 def test_what_an_ablation_switches_off(ablation):
     pipeline, stats = long_run(without(ablation))
-    runs = [i for i in pipeline.log if isinstance(i, Decode)]
+    runs = pipeline.runs()
     speculative = [i for i in runs if i.speculative]
     match ablation:
         case Ablation.CANCEL:

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.core.types import Choice, Request
-from pipeinfer.scheduler.events import Enqueue, Finish
+from pipeinfer.scheduler.events import Enqueue
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.strategies.decomposers.apar import Apar
 from pipeinfer.strategies.decomposers.pasta import Pasta
@@ -91,14 +91,19 @@ def expected(method, seed):
     return reference(words, prompt, make(words, prompt), MOST, N_CTX)
 
 
-def run(method, limits, seeds, order=0, **options):
+def ask(pipeline, number, method, seed):
+    """Submit a request whose answer has threads."""
     words, make = METHODS[method]
-    pipeline = ThreadedPipeline(limits, words, seed=order, **options)
+    prompt = prompt_of(seed)
+    pipeline.output[number] = []
+    pipeline.feed(Enqueue(Request(number, prompt, MOST, eos_ids=frozenset({EOS})),
+                         decompose=functools.partial(make, words, prompt)))
+
+
+def run(method, limits, seeds, order=0, **options):
+    pipeline = ThreadedPipeline(limits, METHODS[method][0], seed=order, **options)
     for k, seed in enumerate(seeds):
-        prompt = prompt_of(seed)
-        pipeline.output[k] = []
-        pipeline.feed(Enqueue(Request(k, prompt, MOST, eos_ids=frozenset({EOS})),
-                             decompose=functools.partial(make, words, prompt)))
+        ask(pipeline, k, method, seed)
     pipeline.drain()
     return pipeline
 
@@ -131,8 +136,7 @@ def test_lookahead_works_inside_threads(method):
         pipeline = run(method, limits, [seed], order=seed, n_stages=1 + seed % 4,
                        rows=Lookahead(3, 3, 2), drafts=bool(seed % 2))
         assert text_of(pipeline, 0) == expected(method, seed)[1]
-        issued += next(item.stats for item in pipeline.log
-                       if isinstance(item, Finish)).issued_speculative
+        issued += pipeline.stats().issued_speculative
         check_at_rest(pipeline)
     assert issued
 
@@ -158,9 +162,7 @@ def test_several_responses_share_the_pipeline_and_a_cache_that_is_too_small(meth
         pipeline = run(method, limits, seeds, order=order, n_stages=3)
         preempted = 0
         for k, seed in enumerate(seeds):
-            stats = next(i.stats for i in pipeline.log
-                         if isinstance(i, Finish) and i.request_id == k)
-            preempted += stats.preempted
+            preempted += pipeline.stats(k).preempted
             if pipeline.finished[k] != "context":
                 assert text_of(pipeline, k) == expected(method, seed)[1]
         longest = max(longest, preempted)
@@ -171,12 +173,8 @@ def test_several_responses_share_the_pipeline_and_a_cache_that_is_too_small(meth
 @pytest.mark.parametrize("method", METHODS)
 def test_a_client_that_leaves_takes_all_threads_along(method):
     for order in range(12):
-        words, make = METHODS[method]
-        pipeline = ThreadedPipeline(LIMITS["pipeinfer"], words, seed=order)
-        prompt = prompt_of(order)
-        pipeline.output[0] = []
-        pipeline.feed(Enqueue(Request(0, prompt, MOST, eos_ids=frozenset({EOS})),
-                             decompose=functools.partial(make, words, prompt)))
+        pipeline = ThreadedPipeline(LIMITS["pipeinfer"], METHODS[method][0], seed=order)
+        ask(pipeline, 0, method, order)
         for _ in range(20 + 11 * order):
             pipeline.step()
         pipeline.abort(0)
@@ -198,7 +196,6 @@ class Scripted(ThreadedPipeline):
         self.output[0] = []
         self.feed(Enqueue(Request(0, prompt, MOST, eos_ids=frozenset({EOS})), decompose=make))
         self.drain()
-        self.stats = next(item.stats for item in self.log if isinstance(item, Finish))
 
     def _evaluate(self, stage, item):
         super()._evaluate(stage, item)
@@ -227,7 +224,7 @@ def test_steps_are_counted_as_the_paper_does():
     pipeline = Scripted({0: [1, 1, 4, 7, 0], 1: [5, 3], 2: [6, 3]}, words,
                         lambda: Pasta(words.vocabulary(), start=1, room=N_CTX), (8,))
     assert pipeline.text == b"xyz"
-    assert (pipeline.stats.steps, pipeline.stats.accepted) == (5, 8)
+    assert (pipeline.stats().steps, pipeline.stats().accepted) == (5, 8)
 
 
 def test_pdos_takes_no_more_memory_than_plain_decoding_of_its_text():
@@ -244,4 +241,4 @@ def test_pdos_takes_no_more_memory_than_plain_decoding_of_its_text():
     assert pipeline.max_cells <= final
     assert pipeline.scheduler.most_cells == final  # the last token, too, which is not computed
     # skeleton: 7 chosen tokens one after the other; 6 for the longer branch; the last one
-    assert pipeline.stats.steps == 7 + 6 + 1
+    assert pipeline.stats().steps == 7 + 6 + 1

@@ -3,23 +3,21 @@ have got without, each of them once."""
 
 from __future__ import annotations
 
-import functools
 import random
 
 import pytest
 from msgspec import structs
 
-from pipeinfer.core.messages import Decode
 from pipeinfer.core.policy import Ablation, Policy
 from pipeinfer.core.types import Request
 from pipeinfer.errors import ProtocolError
-from pipeinfer.scheduler.events import Enqueue, Finish, Refuse, RunDone
+from pipeinfer.scheduler.events import Finish, Refuse, RunDone
 from pipeinfer.scheduler.settings import Limits
 from tests.kit.sample import matrix
-from tests.kit.simulated import Lossy, LossyPipeline, Stage, plain
-from tests.kit.threaded import EOS, KvModel, ThreadedPipeline
+from tests.kit.simulated import Lossy, LossyPipeline, plain
+from tests.kit.threaded import ThreadedPipeline
 from tests.scheduler.test_lanes import check_at_rest
-from tests.scheduler.test_response_threads import METHODS, MOST, N_CTX, expected, prompt_of, text_of
+from tests.scheduler.test_response_threads import METHODS, N_CTX, ask, expected, text_of
 
 N_VOCAB = 7
 BASE = tuple(random.Random(1).choices(range(N_VOCAB), k=40))
@@ -42,8 +40,7 @@ LIMITS = {
 
 
 class LossyThreads(Lossy, ThreadedPipeline):
-    def new_stage(self):
-        return Stage(kv=KvModel())
+    """Responses with threads whose stages are lost."""
 
 
 def drive(pipeline, rng, losses):
@@ -83,17 +80,14 @@ def test_losses_in_responses_with_threads(method, name):
     limits = {"pipeinfer": Limits(n_ctx=N_CTX, exact_width=4, credit=5, threads=5),
               "small": Limits(n_ctx=N_CTX, exact_width=4, credit=6, parallel=3, threads=4,
                               cells=120, kept=2, chunk=8)}[name]
-    words, make = METHODS[method]
+    words, _ = METHODS[method]
     compared = 0
     for order in range(4):
         rng = random.Random(order)
         seeds = [order, order + 1] if name == "small" else [order]
         pipeline = LossyThreads(limits, words, seed=order, n_stages=1 + order % 3)
         for k, seed in enumerate(seeds):
-            prompt = prompt_of(seed)
-            pipeline.output[k] = []
-            pipeline.feed(Enqueue(Request(k, prompt, MOST, eos_ids=frozenset({EOS})),
-                                 decompose=functools.partial(make, words, prompt)))
+            ask(pipeline, k, method, seed)
         drive(pipeline, rng, 3)
         check_each_once(pipeline, range(len(seeds)))
         for k, seed in enumerate(seeds):
@@ -124,24 +118,23 @@ def test_emitted_tokens_are_replayed_and_not_emitted_again():
     before = list(pipeline.output[0])
     at = len(pipeline.log)
     pipeline.lose(1)
-    first = [i for i in pipeline.log[at:] if isinstance(i, Decode)]
+    first = pipeline.runs(at)
     assert first[0].rows.tokens.tolist() == list(BASE[:8])
     pipeline.drain()
-    replayed = [t for i in pipeline.log[at:] if isinstance(i, Decode) and i.lanes[0] in
-                {first[0].lanes[0]} for t in i.rows.tokens.tolist()]
+    replayed = [t for i in pipeline.runs(at) if i.lanes[0] == first[0].lanes[0]
+                for t in i.rows.tokens.tolist()]
     assert replayed[: 10 + len(before)] == [*BASE[:10], *before]
     assert pipeline.output[0] == plain(BASE[:10], 20, N_VOCAB)
-    stats = {i.request_id: i.stats for i in pipeline.log if isinstance(i, Finish)}
-    assert (stats[0].recovered, stats[1].recovered) == (1, 0)
+    assert (pipeline.stats(0).recovered, pipeline.stats(1).recovered) == (1, 0)
 
 
 def test_lanes_and_runs_get_numbers_that_nobody_had_before():
     pipeline = halfway()
     at = len(pipeline.log)
-    old = [i for i in pipeline.log if isinstance(i, Decode)]
+    old = pipeline.runs()
     pipeline.lose(2)
     pipeline.drain()
-    new = [i for i in pipeline.log[at:] if isinstance(i, Decode)]
+    new = pipeline.runs(at)
     assert min(i.run_id for i in new) > max(i.run_id for i in old)
     assert min(min(i.lanes) for i in new) > max(max(i.lanes) for i in old)
 
@@ -190,15 +183,11 @@ def test_order_of_submission_is_kept():
 
 def test_a_loss_while_nothing_runs_forgets_what_was_remembered():
     pipeline = LossyPipeline(LIMITS["pipeinfer"], n_vocab=N_VOCAB, seed=3)
-    pipeline.submit(Request(0, BASE[:30], 4))
-    pipeline.drain()
+    pipeline.answer(BASE[:30], 4)
     assert pipeline.scheduler.admission.prefixes.kept
     pipeline.lose(2)
     assert pipeline.scheduler.idle
     assert not pipeline.scheduler.admission.prefixes.kept
-    pipeline.submit(Request(1, BASE[:30], 4))
-    pipeline.drain()
-    assert pipeline.output[0] == pipeline.output[1]
-    stats = next(i.stats for i in pipeline.log if isinstance(i, Finish) and i.request_id == 1)
+    stats = pipeline.answer(BASE[:30], 4, 1)
     assert (stats.reused, stats.recovered) == (0, 0)
     check_at_rest(pipeline)

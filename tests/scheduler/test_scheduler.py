@@ -20,17 +20,14 @@ from pipeinfer.scheduler.sequence_pool import SequencePool
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.scheduler.state import SchedulerState
 from tests.kit.simulated import Pipeline, plain
+from tests.scheduler.test_lanes import check_at_rest
 
 
-def check_at_rest(pipeline):
-    """Cache hygiene: nothing left on any stage, every id free, no run, no lane."""
-    assert pipeline.scheduler.idle
-    assert all(not stage.kv.cells for stage in pipeline.stages)
-    pool = pipeline.scheduler.pool
-    assert sorted(pool.free) == list(range(pool.size))
-    assert not pool.owner
-    assert not pool.warm
-    assert not pool.ops
+def begun(limits, prompt=(5, 6), count=20):
+    """A scheduler whose one request has its first token, 7, and what it said to that."""
+    scheduler = Scheduler(limits, validate=True)
+    scheduler.handle(Enqueue(Request(0, prompt, count)))
+    return scheduler, scheduler.handle(RunDone(0, (Choice(7),)))
 
 
 class Watched(Pipeline):
@@ -97,7 +94,7 @@ def test_restarting_a_chain_over_skipped_cells_is_noticed(monkeypatch):
 def test_speculation_really_happens_and_cancels():
     pipeline, _ = long_run(Limits(n_ctx=400, exact_width=4, credit=6, branches=2), seed=3,
                            n_stages=4)
-    stats = next(i.stats for i in pipeline.log if isinstance(i, Finish))
+    stats = pipeline.stats()
     assert stats.accepted == 150
     assert stats.accepted_speculative > 40
     assert stats.cancelled_runs > 10
@@ -109,8 +106,8 @@ def test_no_run_is_issued_twice_for_a_path():
     """A token is issued once per path, so no run can become superfluous."""
     pipeline, request = long_run(Limits(n_ctx=400, exact_width=4, credit=6), seed=5, n_stages=4)
     accepted = [i.choice.token for i in pipeline.log if isinstance(i, Emit)]
-    issued = sum(len(i.rows) for i in pipeline.log if isinstance(i, Decode))
-    stats = next(i.stats for i in pipeline.log if isinstance(i, Finish))
+    issued = sum(len(i.rows) for i in pipeline.runs())
+    stats = pipeline.stats()
     wasted = stats.issued_speculative - stats.accepted_speculative
     assert issued == len(request.prompt) + len(accepted) - 1 + wasted
 
@@ -120,7 +117,7 @@ def test_what_an_ablation_switches_off(ablation):
     limits = Limits(n_ctx=400, ablations=frozenset({ablation}), exact_width=8, credit=6,
                     branches=3, draft_max=2)
     pipeline, request = long_run(limits, seed=1)
-    runs = [i for i in pipeline.log if isinstance(i, Decode)]
+    runs = pipeline.runs()
     cancels = [i for i in pipeline.log if isinstance(i, Cancel)]
     widest = max(len({s for group in r.rows.seq_ids for s in group}) for r in runs)
     speculative = [r for r in runs if r.speculative]
@@ -158,9 +155,7 @@ def test_limits_on_rows_and_runs():
 def test_a_verified_token_is_issued_at_once_and_a_wrong_guess_cancelled():
     """The non-speculative token goes out alone and at once; a guess below it follows; a wrong
     guess is cancelled and its cells are removed before the right token."""
-    scheduler = Scheduler(Limits(n_ctx=100, exact_width=4, credit=4), validate=True)
-    scheduler.handle(Enqueue(Request(0, (5, 6), 20)))
-    out = scheduler.handle(RunDone(0, (Choice(7),)))
+    scheduler, out = begun(Limits(n_ctx=100, exact_width=4, credit=4))
     issue = next(i for i in out if isinstance(i, Decode))
     assert (issue.rows.tokens.tolist(), issue.rows.positions.tolist()) == ([7], [2])
     job = next(i for i in out if isinstance(i, StartDraft))
@@ -227,10 +222,8 @@ def test_recovery_lets_fewer_guesses_out_the_more_are_on_their_way():
     cutoff above it."""
     issued = {}
     for recovery in (0.0, 0.2):
-        scheduler = Scheduler(Limits(n_ctx=100, exact_width=4, credit=9, draft_max=1, p_min=0.4,
-                                     p_recovery=recovery, path_min=0.0), validate=True)
-        scheduler.handle(Enqueue(Request(0, (5, 6), 40)))
-        out = scheduler.handle(RunDone(0, (Choice(7),)))
+        scheduler, out = begun(Limits(n_ctx=100, exact_width=4, credit=9, draft_max=1, p_min=0.4,
+                                      p_recovery=recovery, path_min=0.0), count=40)
         issued[recovery], asked = 0, 0
         while (jobs := [i for i in out if isinstance(i, StartDraft)]) and asked < 12:
             asked += 1
@@ -241,9 +234,7 @@ def test_recovery_lets_fewer_guesses_out_the_more_are_on_their_way():
 
 def test_decay_does_not_ask_for_ever():
     """Empty drafts lower the cutoff until it cannot matter any more, then wait for a result."""
-    scheduler = Scheduler(Limits(n_ctx=100, exact_width=4, p_min=0.4, p_decay=0.1), validate=True)
-    scheduler.handle(Enqueue(Request(0, (5, 6), 20)))
-    out = scheduler.handle(RunDone(0, (Choice(7),)))
+    scheduler, out = begun(Limits(n_ctx=100, exact_width=4, p_min=0.4, p_decay=0.1))
     asked = 0
     while jobs := [i for i in out if isinstance(i, StartDraft)]:
         asked += 1
@@ -253,9 +244,7 @@ def test_decay_does_not_ask_for_ever():
 
 
 def test_a_joined_tip_travels_with_its_first_guesses():
-    scheduler = Scheduler(Limits(n_ctx=100, exact_width=4, credit=4, join_tip=True), validate=True)
-    scheduler.handle(Enqueue(Request(0, (5, 6), 20)))
-    out = scheduler.handle(RunDone(0, (Choice(7),)))
+    scheduler, out = begun(Limits(n_ctx=100, exact_width=4, credit=4, join_tip=True))
     assert not [i for i in out if isinstance(i, Decode)]
     job = next(i for i in out if isinstance(i, StartDraft))
     out = scheduler.handle(Drafted(job.job_id, (Proposal(-1, 8), Proposal(-1, 9))))
@@ -266,11 +255,7 @@ def test_a_joined_tip_travels_with_its_first_guesses():
 
 
 def test_a_tip_does_not_wait_for_guesses_that_will_not_be_issued():
-    scheduler = Scheduler(
-        Limits(n_ctx=100, exact_width=4, join_tip=True, path_min=1.0), validate=True
-    )
-    scheduler.handle(Enqueue(Request(0, (5, 6), 20)))
-    out = scheduler.handle(RunDone(0, (Choice(7),)))
+    _, out = begun(Limits(n_ctx=100, exact_width=4, join_tip=True, path_min=1.0))
     assert [i.rows.tokens.tolist() for i in out if isinstance(i, Decode)] == [[7]]
 
 

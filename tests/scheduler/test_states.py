@@ -7,33 +7,25 @@ from msgspec import structs
 
 from pipeinfer.core.messages import NO_RUN, Decode
 from pipeinfer.core.policy import Policy
-from pipeinfer.core.types import Request, SeqCopy, SeqRemove
-from pipeinfer.scheduler.events import Finish
+from pipeinfer.core.types import SeqCopy, SeqRemove
 from pipeinfer.scheduler.sequence_pool import SequencePool
 from pipeinfer.scheduler.settings import Limits
 from pipeinfer.scheduler.speculation import Speculation
 from pipeinfer.scheduler.state import SchedulerState
 from pipeinfer.scheduler.state_tree import StateTree
 from pipeinfer.scheduler.token_tree import PLANNED, Node
-from tests.kit.simulated import Pipeline, plain
+from tests.kit.simulated import Pipeline
 
 LIMITS = Limits(n_ctx=400, states=True, credit=5, partitions=8, draft_max=1)
 
 
 def long_run(limits=LIMITS, accuracy=0.8, **options):
     pipeline = Pipeline(limits, n_vocab=7, accuracy=accuracy, **{"n_stages": 4, **options})
-    pipeline.submit(Request(0, (1, 2, 3, 4, 5), 150))
-    pipeline.drain()
-    assert pipeline.output[0] == plain((1, 2, 3, 4, 5), 150, 7)
-    return pipeline, next(i.stats for i in pipeline.log if isinstance(i, Finish))
+    return pipeline, pipeline.answer((1, 2, 3, 4, 5), 150)
 
 
 def turn(pipeline, number, prompt):
-    pipeline.submit(Request(number, tuple(prompt), 10))
-    pipeline.drain()
-    assert pipeline.output[number] == plain(tuple(prompt), 10, 7)
-    stats = next(i.stats for i in pipeline.log if isinstance(i, Finish) and i.request_id == number)
-    return stats.reused
+    return pipeline.answer(prompt, 10, number).reused
 
 
 def test_the_next_turn_goes_on_from_the_last_prompts_state():
@@ -67,7 +59,7 @@ def test_tokens_are_guessed_and_accepted_with_an_id_each():
 def test_runs_of_several_rows_repeat_what_a_wrong_token_left(way):
     limits = structs.replace(LIMITS, exact_width=8, draft_max=3, tree_max=3, **way)
     pipeline, stats = long_run(limits, accuracy=0.8)
-    runs = [i for i in pipeline.log if isinstance(i, Decode)]
+    runs = pipeline.runs()
     assert max(len(run.rows) for run in runs) > 2
     assert all(len(set(run.rows.seq_ids)) == 1 for run in runs)
     again = [run for run in runs[1:] if not all(run.rows.outputs)]
@@ -78,7 +70,7 @@ def test_runs_of_several_rows_repeat_what_a_wrong_token_left(way):
 def test_without_misses_nothing_is_repeated():
     limits = structs.replace(LIMITS, exact_width=8, draft_max=3, alternatives=0)
     pipeline, stats = long_run(limits, accuracy=1.0)
-    runs = [i for i in pipeline.log if isinstance(i, Decode)]
+    runs = pipeline.runs()
     assert all(all(run.rows.outputs) for run in runs[1:])
     assert stats.rows < 170
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from pipeinfer.core.drafting import Prefix, StartDraft
 from pipeinfer.core.messages import Decode
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import choose, likeliest
@@ -19,7 +18,9 @@ from pipeinfer.errors import ModelError
 from pipeinfer.scheduler.events import Enqueue, Finish, RunDone
 from pipeinfer.scheduler.scheduler import Scheduler
 from pipeinfer.scheduler.settings import Limits
+from pipeinfer.strategies.proposers.base import Anchor
 from pipeinfer.strategies.proposers.bita import Bita, Shape, tree_size
+from tests.kit.drafting import job as kit_job
 from tests.kit.simulated import MASK, Cell, KvModel, Lossy, WithMasks, named, plain
 from tests.scheduler import test_restart as lossy
 
@@ -28,20 +29,8 @@ SYNCHRONOUS = Limits(n_ctx=400, policy=Policy.SPECULATIVE, exact_width=64, parti
 
 
 def job(tokens, depth=10, most=50, stop=()):
-    return StartDraft(
-        1,
-        0,
-        Prefix(tokens),
-        len(tokens),
-        (),
-        SamplingParams(),
-        most,
-        depth,
-        1,
-        0.0,
-        0.0,
-        frozenset(stop),
-    )
+    return kit_job(tokens, max_depth=depth, max_tokens=most, p_split=0.0,
+                   stop_ids=frozenset(stop))
 
 
 def tree_of(proposals):
@@ -109,8 +98,6 @@ def asked(shape, lists, top=3, width=0):
     """A proposer that has heard `lists` from the masks behind the tip."""
     proposer = Bita(MASK, len(lists), top, None, shape, width)
     proposer.opened(0, [1, 2])
-    from pipeinfer.strategies.proposers.base import Anchor
-
     rows = proposer.hints(0, [Anchor(-1, 2)], 100)
     assert [row.token for row in rows] == [MASK + r for r in range(len(lists))]
     proposer.learn(0, [Choice(5), *(named(*tokens) for tokens in lists)])
@@ -146,8 +133,6 @@ def test_a_full_tree_and_a_chain():
 def test_the_group_of_the_last_accepted_token_proposes():
     """docs/algorithms.md 11.4: a leaf that is not the likeliest is accepted; its own group names
     what is next."""
-    from pipeinfer.strategies.proposers.base import Anchor
-
     anchors = [Anchor(-1, 2), Anchor(0, 10), Anchor(0, 11), Anchor(1, 20)]
     for new, first in (([5], 100), ([10, 5], 110), ([11, 5], 120), ([10, 20, 5], 130)):
         proposer = Bita(MASK, 2, 2, PROMPT_ID)
@@ -168,8 +153,6 @@ def test_the_group_of_the_last_accepted_token_proposes():
 
 def test_masks_of_a_chain_shrink_when_their_tokens_are_accepted():
     """Straightforward decoding: what masks behind the old tip named beyond the new one remains."""
-    from pipeinfer.strategies.proposers.base import Anchor
-
     proposer = Bita(MASK, 3, 1, None, Shape.CHAIN)
     proposer.opened(0, [1, 2])
     rows = proposer.hints(0, [Anchor(-1, 2), Anchor(0, 10)], 100)
@@ -180,8 +163,6 @@ def test_masks_of_a_chain_shrink_when_their_tokens_are_accepted():
 
 
 def test_a_group_that_found_no_room_proposes_what_it_can():
-    from pipeinfer.strategies.proposers.base import Anchor
-
     proposer = Bita(MASK, 2, 2, None)
     proposer.opened(0, [1, 2])
     rows = proposer.hints(0, [Anchor(-1, 2), Anchor(0, 10)], 3)
@@ -265,18 +246,14 @@ def test_masks_that_are_right_bring_as_many_tokens_as_there_are_masks_and_one():
         pipeline = WithMasks(structs.replace(SYNCHRONOUS, exact_width=width), n_vocab=500,
                              accuracy=1.0, rows=Bita(MASK, 3, 3, None), drafts=False)
         pipeline.rng.choice = lambda options: 0 if options == [0, 0, 1] else options[0]
-        pipeline.submit(Request(0, (1, 2, 3), 81))
-        pipeline.drain()
-        steps = sum(isinstance(i, Decode) and i.run_id not in pipeline.probe_runs
-                    for i in pipeline.log) - 1
+        pipeline.answer((1, 2, 3), 81)
+        steps = sum(i.run_id not in pipeline.probe_runs for i in pipeline.runs()) - 1
         assert steps == 1 + math.ceil((80 - 1) / 4)
 
 
 def test_guesses_that_travel_have_masks_of_their_own():
     """docs/algorithms.md 11.6: batches come back in order, those that were skipped too, and the
     last one on the path names what is next."""
-    from pipeinfer.strategies.proposers.base import Anchor
-
     proposer = Bita(MASK, 2, 2, None)
     proposer.opened(0, [1, 2])
     proposer.hints(0, [Anchor(-1, 2)], 100, batch=3)
@@ -312,7 +289,7 @@ def test_runs_with_masks_follow_one_another_through_the_stages():
         pipeline.step(pipeline.choices().index(kinds[0]))
         useful.append(pipeline.scheduler.state.useful)
     assert pipeline.output[0] == plain((1, 2, 3), 61, 500)
-    guessed = [i for i in pipeline.log if isinstance(i, Decode) and i.speculative]
+    guessed = [i for i in pipeline.runs() if i.speculative]
     assert len(guessed) > 30
     assert all(len(i.rows) <= 5 and (MASK in i.rows.tokens) for i in guessed[:-4])
     assert max(useful) == 4
@@ -324,9 +301,8 @@ def test_a_tree_that_is_cut_takes_one_run_per_step():
     for width in (0, 16):
         pipeline = WithMasks(structs.replace(SYNCHRONOUS, exact_width=16), n_vocab=500,
                              accuracy=0.7, rows=Bita(MASK, 3, 3, None, width=width), drafts=False)
-        pipeline.submit(Request(0, (1, 2, 3), 81))
-        pipeline.drain()
-        runs[width] = sum(isinstance(i, Decode) for i in pipeline.log) - 1
+        pipeline.answer((1, 2, 3), 81)
+        runs[width] = len(pipeline.runs()) - 1
         assert bool(pipeline.probe_runs) == (width == 0)
     assert runs[16] < 0.8 * runs[0]
 

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec import structs
 
 from pipeinfer.backends.base import Capabilities, ShardInfo
-from pipeinfer.core.drafting import FeedDraft, StartDraft
+from pipeinfer.core.drafting import FeedDraft
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import BackendError
 from pipeinfer.models.heads import BlockShape
 from pipeinfer.strategies.proposers.cascade import Cascade
 from pipeinfer.strategies.proposers.dflash import BlockDraft
+from tests.kit.drafting import job
 from tests.strategies.test_target_head import mixed
 
 _WIDTH, _VOCAB, _PLACES = 4, 11, 5
@@ -57,12 +57,6 @@ def result(cells, token, shape):
     return logits, draw.uniform(0.1, 1, _PLACES).astype(np.float32) if shape.confident else None
 
 
-def job(lane, path, base, depth, **changes):
-    found = StartDraft(1, lane, path[:base], base, tuple(path[base:]), SamplingParams(), depth,
-                       depth, 1, 0.0, 1.0, frozenset())
-    return structs.replace(found, **changes)
-
-
 @settings(max_examples=150, deadline=None)
 @given(st.data(), st.sampled_from([DFLASH, DSPARK]), st.sampled_from([30, 512]))
 def test_proposals_are_those_of_a_fresh_draft(data, shape, most):
@@ -84,7 +78,7 @@ def test_proposals_are_those_of_a_fresh_draft(data, shape, most):
                 del true[index]
             true.update(enumerate(rows, first))
         stopped = data.draw(st.integers(0, 3))
-        draft.propose(job(lane, path, len(path), 2), iter([False] * stopped + [True] * 99).__next__)
+        draft.propose(job(path, lane=lane, depth=2), iter([False] * stopped + [True] * 99).__next__)
         begun = max(true, default=-1) + 1
         logits, sure = result([(k, true[k].tobytes()) for k in sorted(true)], path[begun], shape) \
             if true else (None, None)
@@ -92,7 +86,7 @@ def test_proposals_are_those_of_a_fresh_draft(data, shape, most):
         ahead = data.draw(st.integers(0, _PLACES)) if begun == len(path) - 1 else 0
         right = data.draw(st.booleans())
         below = [*chain[:ahead]] if right else data.draw(st.lists(token, max_size=3))
-        found = draft.propose(job(lane, path + below, len(path), 9), lambda: False)
+        found = draft.propose(job(path, below, lane=lane, depth=9), lambda: False)
         known = [*path[begun + 1:], *below]
         expected = chain[len(known):] if chain[:len(known)] == known else []
         kept = [index for index, _ in backend.cells[draft._lanes[lane].seq_id]] \
@@ -124,7 +118,7 @@ def test_a_job_bounds_the_chain():
     chain = [int(row.argmax()) for row in logits]
 
     def found(**changes):
-        return draft.propose(job(0, path, len(path), 9, **changes), lambda: False)
+        return draft.propose(job(path, depth=9, **changes), lambda: False)
 
     whole = found()
     assert [one.token for one in whole] == chain
@@ -146,7 +140,7 @@ def test_a_chain_ends_where_its_places_follow_another_token(shape, length):
     banned = int(logits[2].argmax())  # its second choice is another than llama.cpp went on from
     assert banned not in {int(logits[k].argmax()) for k in (0, 1)}
     params = SamplingParams(logit_bias=((banned, -100.0),))
-    found = draft.propose(job(0, path, len(path), 9, params=params), lambda: False)
+    found = draft.propose(job(path, depth=9, params=params), lambda: False)
     assert len(found) == length
     assert found[2].token == int(np.argsort(-logits[2])[1])
     assert sure is None or found[2].confidence != pytest.approx(float(sure[2]))
@@ -155,7 +149,7 @@ def test_a_chain_ends_where_its_places_follow_another_token(shape, length):
 def test_penalties_see_the_path_and_the_chain_before_a_place():
     draft, path, logits, _ = fed()
     params = SamplingParams(repeat_penalty=1.0, presence_penalty=9.0, repeat_last_n=-1)
-    found = draft.propose(job(0, path, len(path), 9, params=params), lambda: False)
+    found = draft.propose(job(path, depth=9, params=params), lambda: False)
     chain = []
     for row in logits:
         chain.append(next(int(one) for one in np.argsort(-row) if one not in {*path, *chain}))
@@ -168,7 +162,7 @@ def test_rows_that_wait_too_long_are_dropped():
     for at in range(0, 1500, 100):
         draft.feed(FeedDraft(0, at, rows[at : at + 100]))
     path = [1] * 1501
-    found = Cascade([draft]).propose(job(0, path, len(path), 9), lambda: False)
+    found = Cascade([draft]).propose(job(path, depth=9), lambda: False)
     assert len(found) == _PLACES
     kept = [index for index, _ in draft.backend.cells[0]]
     assert kept == list(range(kept[0], 1500))

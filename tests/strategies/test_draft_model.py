@@ -7,23 +7,21 @@ import re
 
 import pytest
 
-from pipeinfer.core.drafting import Prefix, StartDraft
 from pipeinfer.core.types import SamplingParams
 from pipeinfer.errors import BackendError
 from pipeinfer.models.text.vocabulary import Vocabulary
 from pipeinfer.runtime.drafts import DraftWorker
 from pipeinfer.scheduler.events import Drafted
 from pipeinfer.strategies.proposers.draft_model import DraftModel
+from tests.kit.drafting import job as kit_job
 from tests.kit.toy import ToyBackend, ToySpec
 
 SPEC = ToySpec(n_vocab=12, n_layers=2, n_embd=8, seed=2)
 
 
-def job(path, number=1, base=None, lane=0, **change):
+def job(path, number=1, base=None, **change):
     base = len(path) if base is None else base
-    values = {"params": SamplingParams(), "max_tokens": 4, "max_depth": 4, "branches": 1,
-              "p_min": 0.0, "p_split": 0.2, "stop_ids": frozenset(), **change}
-    return StartDraft(number, lane, Prefix(path[:base]), base, tuple(path[base:]), **values)
+    return kit_job(path[:base], path[base:], job_id=number, **change)
 
 
 def fresh(wanted):

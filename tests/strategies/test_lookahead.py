@@ -25,8 +25,8 @@ from pipeinfer.strategies.proposers.lookahead_worth import Worth
 from pipeinfer.strategies.spec import ProposerSetup
 from tests.kit import simulated
 from tests.kit.sample import fewer
-from tests.kit.simulated import Pipeline, next_token, plain
-from tests.scheduler.test_scheduler import check_at_rest
+from tests.kit.simulated import Pipeline, next_token
+from tests.scheduler.test_lanes import check_at_rest
 
 SYNCHRONOUS = Limits(n_ctx=400, policy=Policy.SPECULATIVE, exact_width=64, partitions=40)
 PIPELINED = Limits(n_ctx=400, exact_width=16, credit=5, partitions=30)
@@ -232,8 +232,7 @@ def test_tokens_steps_and_pool_of_a_direct_implementation(monkeypatch, window, s
     pipeline.drain()
     tokens, steps, pools = direct(list(request.prompt), 80, 13, window, size, most)
     assert pipeline.output[0] == tokens
-    verified = [i for i in pipeline.log if isinstance(i, Decode) and
-                i.run_id not in pipeline.probe_runs]
+    verified = [i for i in pipeline.runs() if i.run_id not in pipeline.probe_runs]
     assert len(verified) == steps
     assert len(proposer.pools) >= steps - 2  # that of the last step is called off
     assert proposer.pools == pools[: len(proposer.pools)]
@@ -264,8 +263,7 @@ def steps_of(monkeypatch, model, rows, count=120):
     pipeline = Pipeline(SYNCHRONOUS, n_vocab=1000, rows=rows, drafts=False)
     pipeline.submit(Request(0, tuple(range(20, 60)), count))
     pipeline.drain()
-    return sum(isinstance(i, Decode) and i.run_id not in pipeline.probe_runs
-               for i in pipeline.log)
+    return sum(i.run_id not in pipeline.probe_runs for i in pipeline.runs())
 
 
 def test_a_text_that_repeats_takes_fewer_steps_and_a_random_one_does_not(monkeypatch):
@@ -307,11 +305,9 @@ def test_rows_that_verify_are_never_wider_than_r_and_windows_come_one_at_a_time(
     while pipeline.step():
         out = [run for run in pipeline.scheduler.runs.values() if run.hint]
         assert len(out) <= 1
-    widths = {i.run_id in pipeline.probe_runs: len(i.rows) for i in pipeline.log
-              if isinstance(i, Decode)}
+    widths = {i.run_id in pipeline.probe_runs: len(i.rows) for i in pipeline.runs()}
     assert widths[False] <= 6 < widths[True]
-    stats = next(i.stats for i in pipeline.log if isinstance(i, Finish))
-    assert stats.accepted_speculative > 20
+    assert pipeline.stats().accepted_speculative > 20
 
 
 @pytest.mark.parametrize("settings", [(-1, 3, 2), (5, 1, 2), (5, 3, -1)])
@@ -357,10 +353,7 @@ def test_no_token_depends_on_what_pays(row):
         rows = Lookahead(3, 3, 2, cost=lambda rows: 1 + row * (rows - 1))
         pipeline = Pipeline(SYNCHRONOUS if seed % 2 else PIPELINED, seed=seed, n_vocab=5,
                             rows=rows, drafts=bool(seed > 1))
-        request = Request(0, (1, 2, 3, 1, 2), 120)
-        pipeline.submit(request)
-        pipeline.drain()
-        assert pipeline.output[0] == plain(request.prompt, 120, 5)
+        pipeline.answer((1, 2, 3, 1, 2), 120)
         check_at_rest(pipeline)
 
 
@@ -368,9 +361,8 @@ def test_where_rows_are_dear_fewer_are_issued():
     def issued(**options):
         pipeline = Pipeline(SYNCHRONOUS, n_vocab=11, rows=Lookahead(4, 4, 3, **options),
                             drafts=False)
-        pipeline.submit(Request(0, (1, 2, 3), fewer(160, 100)))
-        pipeline.drain()
-        return sum(len(i.rows) for i in pipeline.log if isinstance(i, Decode))
+        pipeline.answer((1, 2, 3), fewer(160, 100))
+        return sum(len(i.rows) for i in pipeline.runs())
 
     dear = {"cost": float}
     assert issued(**dear) < 0.6 * issued()

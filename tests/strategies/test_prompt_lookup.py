@@ -7,30 +7,16 @@ import random
 import pytest
 from msgspec import structs
 
-from pipeinfer.core.drafting import Prefix, Proposal, StartDraft
-from pipeinfer.core.types import SamplingParams
+from pipeinfer.core.drafting import Proposal
 from pipeinfer.strategies.proposers.cascade import Cascade
 from pipeinfer.strategies.proposers.prompt_lookup import AnswerPool, PromptLookup
+from tests.kit.drafting import Fixed
+from tests.kit.drafting import job as kit_job
 
 
-def job(tokens, suffix=(), *, lane=0, most=4, depth=9, alternatives=2, stop=frozenset(), p_min=0.0,
-        pool=0):
-    return StartDraft(
-        1,
-        lane,
-        Prefix(list(tokens)),
-        len(tokens),
-        tuple(suffix),
-        SamplingParams(),
-        most,
-        depth,
-        1,
-        p_min,
-        0.02,
-        stop,
-        alternatives,
-        pool=pool,
-    )
+def job(tokens, suffix=(), *, most=4, depth=9, stop=frozenset(), **changes):
+    return kit_job(tokens, suffix, max_tokens=most, max_depth=depth, stop_ids=stop,
+                   **{"alternatives": 2, "p_split": 0.02, **changes})
 
 
 def ask(proposer, *args, **kwargs):
@@ -164,22 +150,6 @@ def test_it_finds_what_a_plain_search_finds():
                 if best is None and text[end - size : end] == text[-size:]:
                     best = [(text + text[end:] * 4)[end + k] for k in range(4)]
         assert chain(found) == (best or [])
-
-
-class Fixed:
-    """A proposer that always says the same."""
-
-    rows_evaluated, free = 1, False
-
-    def __init__(self, *proposals):
-        self.proposals, self.asked = proposals, 0
-
-    def propose(self, job, stopped):
-        self.asked += 1
-        return self.proposals
-
-    def close(self):
-        self.asked = -1
 
 
 def test_several_ask_the_next_only_where_the_first_is_unsure():

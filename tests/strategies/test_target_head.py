@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec import structs
 
 from pipeinfer.backends.base import Capabilities, ShardInfo
 from pipeinfer.core.calibration import Calibration
-from pipeinfer.core.drafting import FeedDraft, Proposal, StartDraft
-from pipeinfer.core.types import FloatArray, Rows, SamplingParams
+from pipeinfer.core.drafting import FeedDraft, Proposal
+from pipeinfer.core.types import FloatArray, Rows
 from pipeinfer.strategies.proposers.cascade import Cascade
 from pipeinfer.strategies.proposers.target_head import TargetHead
+from tests.kit.drafting import Fixed, job
 
 _WIDTH, _VOCAB = 4, 11
 
@@ -93,11 +93,6 @@ def chain(path: list[int], true: dict[int, FloatArray], shift: int, depth: int) 
     return [*path[end:], int(logits.argmax())]
 
 
-def job(lane: int, path: list[int], base: int, depth: int) -> StartDraft:
-    return StartDraft(1, lane, path[:base], base, tuple(path[base:]), SamplingParams(), depth,
-                      depth, 1, 0.0, 1.0, frozenset())
-
-
 @settings(max_examples=150, deadline=None)
 @given(st.data(), st.sampled_from([0, -1]))
 def test_proposals_are_those_of_a_fresh_head(data, shift):
@@ -118,7 +113,7 @@ def test_proposals_are_those_of_a_fresh_head(data, shift):
             true.update(enumerate(rows, first))
         guesses = data.draw(st.lists(token, max_size=3))
         depth = data.draw(st.integers(1, 3))
-        found = head.propose(job(lane, path + guesses, len(path), depth), lambda: False)
+        found = head.propose(job(path, guesses, lane=lane, depth=depth), lambda: False)
         assert found is not None
         if not true or max(true) >= len(path) + len(guesses) - 1:
             continue
@@ -130,15 +125,15 @@ def test_proposals_are_those_of_a_fresh_head(data, shift):
 def test_without_rows_nothing_is_proposed_nor_computed():
     inner = HashingHead()
     head = TargetHead(inner)
-    assert head.propose(job(0, [1, 2, 3], 3, 2), lambda: False) == ()
+    assert head.propose(job([1, 2, 3], depth=2), lambda: False) == ()
     assert not any(inner.cells.values())
 
 
 def test_far_from_the_last_row_nothing_is_proposed():
     head = TargetHead(HashingHead())
     head.feed(FeedDraft(0, 0, np.zeros((1, _WIDTH), np.float32)))
-    assert head.propose(job(0, [1] * 33, 33, 1), lambda: False)
-    assert head.propose(job(0, [1] * 34, 34, 1), lambda: False) == ()
+    assert head.propose(job([1] * 33, depth=1), lambda: False)
+    assert head.propose(job([1] * 34, depth=1), lambda: False) == ()
 
 
 def test_a_cache_that_is_full_leaves_no_cell_behind():
@@ -152,35 +147,20 @@ def test_a_cache_that_is_full_leaves_no_cell_behind():
     head = TargetHead(inner)
     head.feed(FeedDraft(0, 0, np.zeros((9, _WIDTH), np.float32)))
     with pytest.raises(RuntimeError, match="full"):
-        head.propose(job(0, list(range(10)), 10, 4), lambda: False)
+        head.propose(job(range(10)), lambda: False)
     assert [pos for pos, _ in inner.cells[0]] == list(range(1, 9))  # those that were evaluated
-
-
-class Fixed:
-    """A proposer of one token."""
-
-    free, rows_evaluated = False, 0
-
-    def __init__(self, token: int, confidence: float, depth: int = 0) -> None:
-        self._found = (Proposal(-1, token, confidence, depth=depth),)
-
-    def propose(self, job: StartDraft, stopped: object) -> tuple[Proposal, ...]:
-        return self._found
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 def test_far_from_its_rows_a_head_gives_way_to_a_draft():
     """As often as it was wrong there, whatever it claims."""
     calibration = Calibration()
-    wanted = job(0, [1, 2], 2, 1)
     for _ in range(60):
         calibration.learn(0.9, True, first=True, depth=1)
         calibration.learn(0.9, False, first=True, depth=3)
-    wanted = structs.replace(wanted, fade=calibration.fade)
+    wanted = job([1, 2], depth=1, fade=calibration.fade)
     for depth, expected in ((1, 5), (3, 6)):
-        both = Cascade([Fixed(5, 0.9, depth), Fixed(6, 0.6)])
+        both = Cascade([Fixed(Proposal(-1, 5, 0.9, depth=depth)),
+                        Fixed(Proposal(-1, 6, 0.6))])
         found = both.propose(wanted, lambda: False)
         assert found is not None
         assert found[0].token == expected

@@ -4,37 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.core.drafting import Prefix, Proposal, StartDraft
-from pipeinfer.core.types import SamplingParams
+from pipeinfer.core.drafting import Proposal
 from pipeinfer.strategies.proposers.cascade import Cascade, TrackRecord
-
-
-def job(accepted, suffix=(), lane=0, number=1):
-    return StartDraft(number, lane, Prefix(accepted), len(accepted), tuple(suffix),
-                      SamplingParams(), 4, 4, 1, 0.0, 0.2, frozenset())
+from tests.kit.drafting import Fixed, job
 
 
 def one(token, claim):
     return (Proposal(-1, token, claim),)
 
 
-class Names:
-    """A proposer that always names the same token."""
-
-    free, rows_evaluated = False, 0
-
-    def __init__(self, token, claim):
-        self.found = one(token, claim)
-
-    def propose(self, job, stopped):
-        return self.found
-
-    def close(self):
-        pass
-
-
 def test_the_source_that_is_right_wins_over_the_one_that_claims_more():
-    cascade = Cascade([Names(5, 0.9), Names(7, 0.6)])
+    cascade = Cascade([Fixed(*one(5, 0.9)), Fixed(*one(7, 0.6))])
     text, named = [1, 2], []
     for _ in range(20):
         named.append(cascade.propose(job(text), lambda: False)[0].token)

@@ -34,14 +34,6 @@ def values(taker, tag=Tag.RESULT):
 # --- mailboxes --------------------------------------------------------------------------------
 
 
-def test_frames_of_an_earlier_epoch_are_dropped():
-    box = Mailbox(2)
-    put(box, "old", 1)
-    assert box.empty
-    put(box, "now", 2)
-    assert values(box) == ["now"]
-
-
 def test_frames_of_later_epochs_wait_until_theirs_is_entered_and_keep_their_order():
     box = Mailbox()
     for value, epoch in (("a1", 1), ("now", 0), ("c2", 2), ("b1", 1), ("d2", 2)):

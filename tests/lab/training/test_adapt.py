@@ -39,6 +39,7 @@ from pipeinfer_lab.training.adapt.wording import TAGS, Wording
 from pipeinfer_lab.training.pasta import pasta
 from pipeinfer_lab.training.pasta.annotate import parse
 from tests.kit.tiny_torch import reference, save, tokens_of
+from tests.lab.training.conftest import do
 
 DRAFT = EMBEDDED / "draft.gguf"
 PLAIN = Arithmetic("cpu", torch.float32, False)
@@ -60,19 +61,6 @@ def data(tmp_path):
         "messages": [*chat.messages, {"role": "assistant", "content": chat.answer}],
         "annotated": chat.annotated}) for chat in chats()))
     return path
-
-
-@pytest.fixture(scope="module")
-def words():
-    tokenizer = open_tokenizer(DRAFT)
-    yield tokenizer
-    tokenizer.close()
-
-
-def do(*args):
-    done = CliRunner().invoke(main, list(map(str, args)))
-    assert done.exit_code == 0, (done.output, done.exception)
-    return done.output
 
 
 @torch.no_grad()

@@ -13,29 +13,21 @@ import pytest
 for _package in ("torch", "transformers", "safetensors", "tokenizers"):
     pytest.importorskip(_package, reason=f"training needs {_package}")
 
-from click.testing import CliRunner
 
-from pipeinfer.models.locate import EMBEDDED, open_tokenizer
+from pipeinfer.models.locate import EMBEDDED
 from pipeinfer.strategies.decomposers.apar import Apar
 from pipeinfer.strategies.decomposers.base import MAIN, Fork
 from pipeinfer.strategies.decomposers.prompts import vocabulary_of
-from pipeinfer_lab.training.__main__ import main
 from pipeinfer_lab.training.adapt import apar_rows
 from pipeinfer_lab.training.adapt.wording import Wording
 from tests.kit.launch import run
+from tests.lab.training.conftest import do
 
 DRAFT = EMBEDDED / "draft.gguf"
 LIST = ("Two things help:\n\n1. **Water:** It keeps the machines cool all day.\n"
         "2. **Air:** It takes the heat out of the room.\n- None: no\n\nThat is all.")
 PARAGRAPHS = ("Rooms of servers are warm. Most of the power becomes heat, which has to go.\n\n"
               "Fans are loud. They move the air through every case, day and night.\n")
-
-
-@pytest.fixture(scope="module")
-def words():
-    tokenizer = open_tokenizer(DRAFT)
-    yield tokenizer
-    tokenizer.close()
 
 
 @pytest.mark.parametrize(("answer", "details"), [
@@ -98,11 +90,9 @@ def test_a_trained_model_forks(tmp_path):
     data, adapter, made = tmp_path / "d.jsonl", tmp_path / "a", tmp_path / "m.gguf"
     data.write_text("".join(json.dumps({"prompt": f"What helps {k}?", "response": LIST}) + "\n"
                             for k in range(4)))
-    for command in (["apar-sft", "--data", data, "--model", DRAFT, "--out", adapter, "--steps", 40,
-                     "--batch", 2, "--rate", 1e-2, "--dtype", "float32", "--threads", 1],
-                    ["merge", "--model", DRAFT, "--adapter", adapter, "--out", made]):
-        done = CliRunner().invoke(main, list(map(str, command)))
-        assert done.exit_code == 0, (done.output, done.exception)
+    do("apar-sft", "--data", data, "--model", DRAFT, "--out", adapter, "--steps", 40, "--batch", 2,
+       "--rate", 1e-2, "--dtype", "float32", "--threads", 1)
+    do("merge", "--model", DRAFT, "--adapter", adapter, "--out", made)
     ask = [sys.executable, "-m", "pipeinfer", "generate", "--decomposer", "apar", "-md", "none",
            "--speculation", "off", "--chat", "-p", "What helps 1?", "-n", "120", "--temp", "0",
            "--json", "-t", "1", "-m"]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import islice
 from pathlib import Path
 
@@ -19,6 +17,8 @@ from pipeinfer_lab.training.adapt.chats import read_chats, read_jsonl
 from pipeinfer_lab.training.pasta import annotate, bonbon, pasta
 from pipeinfer_lab.training.pasta.endpoint import Endpoint, EndpointError
 from pipeinfer_lab.training.tasks import tasks
+from tests.kit.answering import answering, spoken
+from tests.lab.training.conftest import do
 
 torch = pytest.importorskip("torch")
 
@@ -166,44 +166,27 @@ def test_malformed_annotations(annotated: str, problem: str) -> None:
         annotate.parse(annotated, ANSWER)
 
 
-class _Chat(BaseHTTPRequestHandler):
-    """Answers with the next of the server's texts; an integer is a status."""
+class Chat:
+    """Answers with the next of its texts; an integer is a status."""
 
-    def do_POST(self) -> None:
-        size = int(self.headers["Content-Length"])
-        self.server.asked.append(json.loads(self.rfile.read(size)))  # type: ignore[attr-defined]
-        answer = self.server.answers.pop(0)  # type: ignore[attr-defined]
-        if isinstance(answer, int):
-            self.send_error(answer)
-            return
-        body = answer if isinstance(answer, bytes) else _wrapped(answer)
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+    def __init__(self) -> None:
+        self.answers: list[str | int | bytes] = []
+        self.asked: list[dict] = []
 
-    def log_message(self, *args: object) -> None:
-        pass
-
-
-def _wrapped(text: str) -> bytes:
-    return json.dumps({"choices": [{"message": {"content": text}}]}).encode()
+    def __call__(self, body: dict, headers: object) -> tuple[int, object]:
+        self.asked.append(body)
+        answer = self.answers.pop(0)
+        if isinstance(answer, str):
+            return spoken(answer)
+        return (answer, b"") if isinstance(answer, int) else (200, answer)
 
 
 @pytest.fixture
-def chat() -> Iterator[HTTPServer]:
-    server = HTTPServer(("127.0.0.1", 0), _Chat)
-    server.answers, server.asked = [], []  # type: ignore[attr-defined]
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def endpoint(server: HTTPServer) -> Endpoint:
-    return Endpoint(f"http://127.0.0.1:{server.server_port}/v1", "m", timeout=10, pause=0.0)
+def chat() -> Iterator[Chat]:
+    made = Chat()
+    with answering(made) as url:
+        made.endpoint = Endpoint(f"{url}/v1", "m", timeout=10, pause=0.0)
+        yield made
 
 
 def test_annotation_asks_again_after_malformed_answers(chat, tmp_path: Path) -> None:
@@ -211,7 +194,7 @@ def test_annotation_asks_again_after_malformed_answers(chat, tmp_path: Path) -> 
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows = [{"prompt": "p", "response": ANSWER}, {"prompt": "q", "response": ANSWER}]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    annotator = annotate.by_endpoint(endpoint(chat))
+    annotator = annotate.by_endpoint(chat.endpoint)
     counts = annotate.annotate_file(source, out, annotator, report=lambda line: None)
     assert counts == {"annotated": 1, "given up": 1, "already there": 0}
     first, second = read_jsonl(out)
@@ -245,17 +228,17 @@ def test_conversations_are_annotated_as_what_they_are(tmp_path: Path) -> None:
 def test_a_dead_endpoint_is_an_error(chat) -> None:
     chat.answers = [500, b"{}", b"no json", 400]
     with pytest.raises(EndpointError, match="JSONDecodeError"):
-        endpoint(chat).ask([])
+        chat.endpoint.ask([])
     with pytest.raises(EndpointError, match="400"):
-        endpoint(chat).ask([])
+        chat.endpoint.ask([])
     assert chat.answers == []
 
 
 def test_a_judge_is_asked_in_both_orders(chat) -> None:
     chat.answers = ["A 0.9", "B, 0.5", "A 0.9", "A 0.9", "hm", "B"]
-    assert verdicts.compare(endpoint(chat), "p", "mine", "other") == [(True, 0.9), (True, 0.5)]
-    assert verdicts.compare(endpoint(chat), "p", "x", "y") == [(True, 0.9), (False, 0.9)]
-    assert verdicts.compare(endpoint(chat), "p", "x", "y") == [(True, 1.0)]
+    assert verdicts.compare(chat.endpoint, "p", "mine", "other") == [(True, 0.9), (True, 0.5)]
+    assert verdicts.compare(chat.endpoint, "p", "x", "y") == [(True, 0.9), (False, 0.9)]
+    assert verdicts.compare(chat.endpoint, "p", "x", "y") == [(True, 1.0)]
     first, second = (asked["messages"][0]["content"] for asked in chat.asked[:2])
     assert first.index("mine") < first.index("other")
     assert second.index("other") < second.index("mine")
@@ -263,8 +246,7 @@ def test_a_judge_is_asked_in_both_orders(chat) -> None:
 
 def test_generated_tasks_are_annotated_by_rules(tmp_path: Path) -> None:
     out = tmp_path / "data.jsonl"
-    done = CliRunner().invoke(main, ["annotate", "--rules", "--tasks", "8", "--out", str(out)])
-    assert done.exit_code == 0, done.output
+    do("annotate", "--rules", "--tasks", 8, "--out", out)
     rows = list(read_jsonl(out))
     assert len(rows) == 8
     assert all(annotate.parse(row["annotated"], row["response"]) for row in rows)

@@ -12,11 +12,9 @@ for _package in ("torch", "transformers", "safetensors", "tokenizers"):
     pytest.importorskip(_package, reason=f"training needs {_package}")
 
 import torch
-from click.testing import CliRunner
 
 from pipeinfer.errors import UsageError
 from pipeinfer.models.locate import EMBEDDED, open_tokenizer
-from pipeinfer_lab.training.__main__ import main
 from pipeinfer_lab.training.adapt.lora import LoraSettings, load_adapter
 from pipeinfer_lab.training.adapt.prefer import pairs_of, prefer, run
 from pipeinfer_lab.training.adapt.trainee import Arithmetic, Trainee
@@ -25,6 +23,7 @@ from pipeinfer_lab.training.pasta.bonbon import Round
 from pipeinfer_lab.training.tasks import markup
 from pipeinfer_lab.training.tasks.batches import collate
 from tests.kit import launch
+from tests.lab.training.conftest import do
 
 TASK = EMBEDDED / "task.gguf"
 PLAIN = Arithmetic("cpu", torch.float32, False)
@@ -45,6 +44,14 @@ def sampled(tmp_path_factory):
 
 def silent(line):
     del line
+
+
+def file_of(tmp_path, one, *others):
+    """A file of one prompt's samples: `one`, and it with the values of each of the others."""
+    record = pasta.record_of(one) | {"speedup": 1.0, "quality": 1.0}
+    path = tmp_path / "s.jsonl"
+    path.write_text(json.dumps({"samples": [record, *(record | other for other in others)]}))
+    return path
 
 
 def tagged(flat, split):
@@ -90,11 +97,9 @@ def test_answers_are_laid_out_as_training_reads_them(sampled):
 
 
 def test_the_better_answers_become_likelier_than_the_worse(sampled, tmp_path):
-    done = CliRunner().invoke(main, [
-        "pasta-bonbon", "--model", str(TASK), "--data", str(sampled), "--out", str(tmp_path),
-        "--steps", "4", "--batch", "2", "--rate", "2e-3", "--rank", "4", "--device", "cpu",
-        "--dtype", "float32", "--threads", "1"], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
+    do("pasta-bonbon", "--model", TASK, "--data", sampled, "--out", tmp_path, "--steps", 4,
+       "--batch", 2, "--rate", 2e-3, "--rank", 4, "--device", "cpu", "--dtype", "float32",
+       "--threads", 1)
     losses = json.loads((tmp_path / "losses.json").read_text())
     assert losses[-1] < losses[0]
     adapter = load_adapter(tmp_path)
@@ -127,12 +132,9 @@ def test_padding_changes_no_likelihood(sampled):
 
 def test_a_model_that_has_the_tags_as_tokens_learns_from_annotated_answers(tmp_path):
     data, out = tmp_path / "data.jsonl", tmp_path / "adapter"
-    for args in (["annotate", "--rules", "--tasks", "4", "--out", str(data)],
-                 ["pasta-sft", "--model", str(TASK), "--data", str(data), "--out", str(out),
-                  "--steps", "2", "--batch", "2", "--rank", "4", "--device", "cpu", "--dtype",
-                  "float32", "--threads", "1"]):
-        done = CliRunner().invoke(main, args, catch_exceptions=False)
-        assert done.exit_code == 0, done.output
+    do("annotate", "--rules", "--tasks", 4, "--out", data)
+    do("pasta-sft", "--model", TASK, "--data", data, "--out", out, "--steps", 2, "--batch", 2,
+       "--rank", 4, "--device", "cpu", "--dtype", "float32", "--threads", 1)
     assert load_adapter(out).weights
 
 
@@ -140,9 +142,7 @@ def test_a_model_that_has_the_tags_as_tokens_learns_from_annotated_answers(tmp_p
     {"speedup": float("nan")}, {"quality": float("inf")}, {"prompt": float("inf")},
     {"speedup": -1.0}])
 def test_files_with_figures_that_are_no_numbers(tmp_path, changed):
-    one = pasta.record_of(pasta.Flat((1, 2, 3), 1, (), ())) | {"speedup": 1.0, "quality": 1.0}
-    path = tmp_path / "s.jsonl"
-    path.write_text(json.dumps({"samples": [one, one | changed]}))
+    path = file_of(tmp_path, pasta.Flat((1, 2, 3), 1, (), ()), changed)
     with pytest.raises(UsageError, match="record 1: is not of pipeinfer sample"):
         pairs_of(path, 2.0, 2048, silent)
 
@@ -175,12 +175,11 @@ def test_the_loss_compares_with_the_reference(sampled):
 
 
 def test_samples_of_another_model_are_refused(tmp_path):
-    one = pasta.record_of(pasta.Flat((1, 2, 10**6), 1, (), ())) | {"speedup": 1.0, "quality": 1.0}
-    path = tmp_path / "s.jsonl"
-    path.write_text(json.dumps({"samples": [one, one | {"quality": 0.0, "tokens": [1, 3, 2]}]}))
+    path = file_of(tmp_path, pasta.Flat((1, 2, 10**6), 1, (), ()),
+                   {"quality": 0.0, "tokens": [1, 3, 2]})
     with pytest.raises(UsageError, match="has token 1000000"):
         run(TASK, path, tmp_path / "a", Round(), LoraSettings(4, 8.0), PLAIN, report=silent)
-    path.write_text(json.dumps({"samples": [one | {"tokens": [1, -1, 2]}]}))
+    path = file_of(tmp_path, pasta.Flat((1, -1, 2), 1, (), ()))
     with pytest.raises(UsageError, match="a token below 0"):
         pairs_of(path, 2.0, 2048, silent)
 
