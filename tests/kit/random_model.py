@@ -146,9 +146,10 @@ def _write(path: Path, spec: RandomSpec) -> None:
 
 def finish(writer: gguf.GGUFWriter) -> None:
     """Write all that was added to a writer, and close it."""
-    for write in (writer.write_header_to_file, writer.write_kv_data_to_file,
-                  writer.write_tensors_to_file, writer.close):
-        write()
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _sizes(spec: RandomSpec) -> Sizes:
