@@ -320,6 +320,7 @@ class Agent:
         for job in list(self._guards):
             await self._end_job(job)
         for daemon in self._daemons:
+            daemon.kill()  # amid an exec a process has no environment by which it is found
             daemon.wait()
         self._daemons.clear()
 

@@ -415,8 +415,9 @@ async def test_a_job_of_another_head_ends_what_the_former_has_left(world, tmp_pa
     assert later.poll() is None
 
 
-async def test_processes_whose_guard_was_killed_end_with_the_agent(world, tmp_path):
-    agent, task = await world.joined(mpirun=programs(tmp_path, "exec sleep 1000"))
+@pytest.mark.parametrize("daemon", ["sleep 1000", "env -i sleep 1000"])  # by which none is found
+async def test_processes_whose_guard_was_killed_end_with_the_agent(world, tmp_path, daemon):
+    agent, task = await world.joined(mpirun=programs(tmp_path, f"exec {daemon}"))
     assert await world.server.start_daemon("127.0.0.1", "job-5", "openmpi", []) == ""
     agent._guards["job-5"].kill()
     agent.stop()
