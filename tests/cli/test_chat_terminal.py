@@ -25,7 +25,7 @@ from pipeinfer.cli.chat_loop import ChatLoop, Interrupts
 from pipeinfer.cli.chat_terminal import Formatted, settled
 from pipeinfer.errors import RequestError
 from tests.kit.random_projectors import picture, sound
-from tests.kit.refusals import signals_kept
+from tests.kit.refusals import process_kept
 from tests.kit.sample import full
 
 
@@ -188,7 +188,7 @@ def talk():
         failed = ChatLoop(partner, script, out, Interrupts(), "", -1).run()
         return partner.asked, out.getvalue(), script.begun, failed
 
-    with signals_kept():
+    with process_kept():
         yield run
 
 

@@ -3,6 +3,7 @@ and ends is shown where real jobs do (tests/mpi/test_jobs.py)."""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,12 +17,14 @@ _WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @contextmanager
-def signals_kept() -> Iterator[None]:
-    """A command that is run here sets handlers, as if this process were its own."""
-    before = {number: signal.getsignal(number) for number in _WATCHED}
+def process_kept() -> Iterator[None]:
+    """A command that is run here sets handlers and variables, as if this process were its own."""
+    before, environ = {number: signal.getsignal(number) for number in _WATCHED}, dict(os.environ)
     try:
         yield
     finally:
+        os.environ.clear()
+        os.environ.update(environ)
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -29,7 +32,7 @@ def signals_kept() -> Iterator[None]:
 def refusal(command: click.Command, words: Sequence[str]) -> tuple[int, str]:
     """The exit code and the line with which `command` would end; an AssertionError where it does
     anything else, such as to blame the job and not what it was given."""
-    with signals_kept():
+    with process_kept():
         done = CliRunner().invoke(command, list(words))
     if isinstance(done.exception, PipeinferError):
         code, line = done.exception.exit_code, str(done.exception)
@@ -50,7 +53,7 @@ def assert_refused(command: click.Command, words: Sequence[str], code: int, says
 
 def output(command: click.Command, words: Sequence[str]) -> str:
     """What `command` writes to its standard output."""
-    with signals_kept():
+    with process_kept():
         done = CliRunner().invoke(command, list(words), catch_exceptions=False)
     assert done.exit_code == 0, done.stderr
     return done.stdout

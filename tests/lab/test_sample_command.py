@@ -19,7 +19,8 @@ from pipeinfer.models.locate import EMBEDDED, open_tokenizer
 from pipeinfer.strategies.decomposers.prompts import Opening
 from pipeinfer_lab.commands import comparison, sample
 from pipeinfer_lab.training.pasta.endpoint import Endpoint
-from tests.lab.test_compare import Judge, answer
+from tests.kit.answering import answering, spoken
+from tests.lab.test_compare import answer, judgement
 
 
 @pytest.fixture
@@ -143,16 +144,22 @@ def test_quality_and_speedup_are_against_the_baselines_answers_too(chats):
     """PASTA's section 4: Baseline-SFT's length, and verdicts against its answer and the original,
     each in both orders."""
     path, base = chats
-    with Judge() as judge:
-        endpoint = Endpoint(judge.url, "m")
+    asked_for = []
+
+    def judge(body, headers):
+        asked_for.append(body["messages"][0]["content"])
+        return spoken(judgement(asked_for[-1]))
+
+    with answering(judge) as url:
+        endpoint = Endpoint(f"{url}/v1", "m")
         (only,) = sample.judged(one_line(path), endpoint)
         assert only.quality("abcd") == pytest.approx(0.1)  # the longer text wins: the original
-        assert len(judge.asked) == 2
+        assert len(asked_for) == 2
         first, second = sample.judged(path, endpoint, base)
         assert first.quality("abcd") == pytest.approx(1.0)  # 1.9 won, 1.9 lost
-        assert len(judge.asked) == 2 + 4
+        assert len(asked_for) == 2 + 4
         second.quality("abcd")
-        assert len(judge.asked) == 2 + 4 + 2  # there is no original
+        assert len(asked_for) == 2 + 4 + 2  # there is no original
     tokenizer = open_tokenizer(EMBEDDED / "task.gguf")
     job = SimpleNamespace(config=JobConfig())
     session = SimpleNamespace(tokenizer=tokenizer, limits=SimpleNamespace(n_ctx=400),
