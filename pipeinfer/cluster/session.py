@@ -243,7 +243,8 @@ class Session:
         if any(ready.backend != "llamacpp" for ready in self.assembly.ready.values()):
             return "embeddings need the llama.cpp backend"
         if is_cut(self.assembly.held):
-            return "stages of several members compute no embeddings: leave out --grid"
+            return ("stages of several members compute no embeddings: leave out --grid, and name "
+                    "-np for `pipeinfer up`")
         if keeps_state(model):
             return "models whose layers keep a state give no embeddings here"
         return no_embeddings(model)
