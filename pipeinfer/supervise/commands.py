@@ -57,7 +57,8 @@ class _Up(click.Command):
 @click.option("--hosts", metavar="FILE", help="Hostfile; this host comes first. Without it: only "
                                               "this host.")
 @click.option("-np", "ranks", type=click.IntRange(1), help="Ranks. [default: one per slot of the "
-                                                           "hostfile; 1 without]")
+                                                           "hostfile; without, one on each NUMA "
+                                                           "node]")
 @click.option("--restarts", type=click.IntRange(0), default=20, show_default=True,
               help="How often a job that failed is started again; the count begins again after "
                    "ten minutes.")
