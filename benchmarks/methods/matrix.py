@@ -13,13 +13,13 @@ from tests.kit.launch import python
 
 
 def answers_of(ranks: int, config: Mapping[str, Any], cases: Sequence[Mapping[str, Any]], *,
-               timeout: float, name: str = "") -> dict[str, Any]:
-    """What the program says of a job with this config. name: of the job, for the line with which a
-    failure ends this process. timeout: in seconds."""
+               timeout: float) -> dict[str, Any]:
+    """What the program says of a job with this config; a failure ends this process. timeout: in
+    seconds."""
     with tempfile.TemporaryDirectory() as folder:
         task, out = Path(folder) / "task.json", Path(folder) / "out.json"
         task.write_text(json.dumps({"config": config, "cases": cases}))
         done = python(ranks, "matrix", str(task), str(out), timeout=timeout)
         if done.returncode:
-            sys.exit(f"{ranks} ranks{name and f', {name}'}: failed\n{done.stderr[-3000:]}")
+            sys.exit(f"{ranks} ranks: failed\n{done.stderr[-3000:]}")
         return dict(json.loads(out.read_text()))

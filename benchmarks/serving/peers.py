@@ -53,14 +53,12 @@ time.sleep(1e6)
 class Answered:
     """One answer: seconds from sending to each piece of text, and what the server counted."""
 
-    text: str = ""
     times: list[float] = field(default_factory=list)
     tokens: int = 0
-    prompt_tokens: int = 0
     seconds: float = 0.0
 
 
-async def ask(port: int, prompt: list[int] | str, tokens: int) -> Answered:
+async def ask(port: int, prompt: list[int], tokens: int) -> Answered:
     """One streamed greedy completion of `tokens` tokens. Raises HttpFailure."""
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
             "stream": True, "stream_options": {"include_usage": True}, "cache_prompt": False}
@@ -73,12 +71,10 @@ async def ask(port: int, prompt: list[int] | str, tokens: int) -> Answered:
         async with contextlib.aclosing(http_async.events(response)) as events:
             async for chunk in events:
                 pieces = [choice.get("text") or "" for choice in chunk.get("choices", [])]
-                if piece := "".join(pieces):
+                if any(pieces):
                     answer.times.append(time.perf_counter() - begin)
-                    answer.text += piece
                 usage = chunk.get("usage") or {}
                 answer.tokens = usage.get("completion_tokens", answer.tokens)
-                answer.prompt_tokens = usage.get("prompt_tokens", answer.prompt_tokens)
     answer.seconds = time.perf_counter() - begin
     return answer
 
