@@ -13,7 +13,6 @@ is over. This module has no policies and no prompts.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import signal
@@ -36,7 +35,7 @@ from pipeinfer.cluster.hooks import Hooks
 from pipeinfer.cluster.placement import Job
 from pipeinfer.cluster.resolve import JobFacts, idle_node, resolve
 from pipeinfer.cluster.session import Session, begin
-from pipeinfer.cluster.shutdown import note_order, put_off, skip_finalize, survivable, write_status
+from pipeinfer.cluster.shutdown import answer_for_job, note_order, put_off, survivable
 from pipeinfer.cluster.sizing import (
     exact_rows,
     ids_for,
@@ -110,8 +109,7 @@ class JoinedRank(Struct, frozen=True):
         config, ranks = job.config, list(job.facts.hosts)
         port, thread = _head_port(config, place, job.plan, beats, ranks)
         if survivable(place):
-            write_status(f"up {os.getpid()}")
-            atexit.register(skip_finalize)
+            answer_for_job()
         session = begin(place, job, port, job.survey.located(ranks), progress, started,
                         grammars=grammars)
         self.pulse.settle()

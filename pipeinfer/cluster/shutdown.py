@@ -73,6 +73,13 @@ def end_job(code: int) -> None:
     os._exit(code)
 
 
+def answer_for_job() -> None:
+    """Rank 0 of a job that survives a death: from now on `run` looks at this rank alone, which
+    leaves without MPI_Finalize."""
+    write_status(f"up {os.getpid()}")
+    atexit.register(skip_finalize)
+
+
 def skip_finalize() -> None:
     """At exit: leave without MPI_Finalize, which may wait forever for dead ranks."""
     sys.stdout.flush()
@@ -101,10 +108,9 @@ def part(place: Place) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         mpi_job.leave()
-    write_status(f"up {os.getpid()}")  # so that `run` takes no rank that leaves for a dead one
+    answer_for_job()  # before a rank leaves, which `run` would take for a dead one
     if mpi_job.dismiss(place.comm):
         note_order()
-    atexit.register(skip_finalize)
 
 
 def _leave_status(code: int) -> None:

@@ -215,8 +215,8 @@ def models_of(path: str, words: list[str]) -> dict[str, list[str]]:
 
 
 def ranks_here(words: Sequence[str], say: Callable[[str], None]) -> int:
-    """Return how many ranks share this host: one on each NUMA node, which it says, unless an option
-    or a container decides where threads run. Raises UsageError."""
+    """Return how many ranks share this host: one on each NUMA node, unless an option or a container
+    decides where threads run. say: prints their number for the user. Raises UsageError."""
     config, nodes = config_of(words).job, host.numa_nodes()
     model = config.model
     withheld = sum(one.cores for one in nodes) > len(os.sched_getaffinity(0))
